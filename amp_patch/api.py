@@ -1,6 +1,7 @@
 """The public functions of the package: Apex's functions with Apex's signatures, and functions that Apex lacks."""
 
 import contextlib
+import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,12 +107,11 @@ def initialize(
         patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
-        cast_model_outputs: dtype of the models' floating outputs. Default: float32 where the level casts the model,
-            else unchanged.
+        cast_model_outputs: dtype of floating outputs. Default: float32 at levels that cast models, else unchanged.
         num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
             `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
-            overflow as a warning with the step and the parameters; every step then waits for the device.
+            overflow as a warning with the step and the parameters; a step with a loss scale then waits for the device.
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
         presets: path of a presets file in place of the shipped one. Default: environment variable AMP_PATCH_PRESETS.
@@ -251,10 +251,10 @@ def scale_loss(
 def scale(tensors: Any, loss_id: int = 0) -> Any:
     """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
-    The product is float32 and differentiable. If the scale is always 1, or amp is disabled, returns `tensors` itself.
-    For a gradient penalty, scale the output, take gradients with `create_graph=True`, `unscale` them, and add the
-    penalty to the loss that you pass to `scale_loss`. If the product overflows, that loss overflows too, so the scale
-    falls as usual. Raises ArgumentTypeError for a number or text.
+    The product is differentiable, and float32 unless the tensor is complex. If the scale is always 1, or amp is
+    disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
+    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
+    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -264,7 +264,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
     tell(contextlib.nullcontext(), "values_scaled")  # watchers compute nothing here, so casts may stay on
-    return _with_scale(tensors, loss_id, lambda tensor, scale: tensor.float() * scale)
+    return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
@@ -277,19 +277,19 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
         >>> amp.unscale([torch.ones(2), None])
         [tensor([0.1250, 0.1250]), None]
     """
-    return _with_scale(gradients, loss_id, lambda gradient, scale: gradient / scale)
+    # `to`, because torch gives the quotient of a 0-dim gradient the dtype of the scale, float32
+    return _with_scale(gradients, loss_id, lambda gradient, scale: (gradient / scale).to(gradient.dtype))
 
 
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return tensors, or a container of tensors, with `apply(tensor, scale)` in place of each tensor.
-
-    If amp is disabled, or the scale is always 1, returns `tensors` itself.
+    """Return a tensor or container with `apply(tensor, scale)` in place of each tensor. If amp is disabled, or the
+    scale is always 1, return `tensors` itself.
     """
-    if isinstance(tensors, (int, float, str)):
+    if isinstance(tensors, (numbers.Number, str, bytes)):
         raise ArgumentTypeError(
             f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself, not its .item()"
         )
-    scaler = None if _current.state.is_disabled else _current.require().scaler(loss_id)
+    scaler = None if _current.state.is_disabled else _current.require_own().scaler(loss_id)
     if scaler is None or scaler.is_identity:
         return tensors
     return cast_tree(tensors, lambda tensor: apply(tensor, scaler.scale_on(tensor.device)))

@@ -1,8 +1,8 @@
-"""The classes of all errors that amp_patch raises on purpose, and suggestions for misspelled words in their messages.
+"""The error classes of amp_patch, except some of a single module, and suggestions for misspelled words in messages.
 
 Each class is a subclass of `AmpError`, and of the builtin exception that a caller would catch. `AmpError` itself is a
 `RuntimeError`, because scripts written for Apex expect that. A message names the given value, the allowed values and
-the remedy.
+the remedy, if there are such.
 """
 
 import difflib
@@ -27,8 +27,8 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The most characters of the message of a PolicyError or OpListError, which may quote a file. In a longer message, the
-middle is left out.
+"""The most characters that are kept of the message of a PolicyError or OpListError, which may quote a file. The middle
+of a longer message is left out.
 """
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written whole, or stays as it was."""
+"""Atomic writes: a file is written whole, or stays as it was, unless `write_file` can only overwrite it in place."""
 
 import contextlib
 import errno

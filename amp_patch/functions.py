@@ -128,6 +128,8 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 def register_half_function(module: Any, name: str) -> None:
     """Run `module.name` in the low dtype from the next `initialize` or `session` on, whatever the lists say.
 
+    Has no effect at levels that patch no functions, such as O2.
+
     Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
     ArgumentValueError if `module` has no attribute of this name.
 

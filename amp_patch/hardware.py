@@ -22,11 +22,11 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
 
     CPUs do so only in bfloat16. oneDNN must have products of bfloat16 (ONEDNN_MAX_CPU_ISA and
     `torch.backends.mkldnn.enabled` can forbid it). An x86 CPU must also have the instructions, because oneDNN imitates
-    them on any CPU with AVX-512. float16 has fast kernels on no CPU, not even with avx512_fp16 (torch 2.13.0: the
-    backward pass of a convolution takes 150 times as long as in float32).
+    them on any CPU with AVX-512. float16 counts as slow on every CPU: even with avx512_fp16, the backward pass of a
+    convolution takes 150 times as long as in float32 (torch 2.13.0).
 
-    An NVIDIA GPU has products of bfloat16 from compute capability 8.0 on. Otherwise, every device counts as having
-    both.
+    NVIDIA GPUs have fast products of bfloat16 from compute capability 8.0 on. float16 counts as fast on every GPU, and
+    both dtypes on every other accelerator.
     """
     if device_type == "cpu":
         if dtype is not torch.bfloat16 or not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):

@@ -1,4 +1,4 @@
-"""Ops on many tensors in few kernels: one for all tensors of the same device and dtype. No list casts these ops."""
+"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype. No list casts these ops."""
 
 import operator
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dt
 
 
 def group(*rows: Iterable[Tensor]) -> list[Group]:
-    """Split rows of equal length, such as a row of targets and a row of sources, into groups that one kernel can take.
+    """Split rows of equal length, such as a row of targets and a row of sources, into groups that one call can take.
 
     Tensors at the same position in the rows stay together, in their order. A group has one dtype for each row, and one
     device for the first row; only `copy_` may be used if the other rows are on another device.
@@ -38,7 +38,7 @@ def group(*rows: Iterable[Tensor]) -> list[Group]:
 
 
 def copy_(groups: Iterable[Group]) -> None:
-    """Copy the second row of each group, the sources, into the first, the targets. Each group takes one kernel."""
+    """Copy the second row of each group, the sources, into the first, the targets. Each group takes one call."""
     # leave inference mode, because the targets are normal tensors, which autograd uses later
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):

@@ -34,9 +34,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         )
     result = {} if destination is None else destination
     if not _current.state.is_disabled:
-        for index, scaler in enumerate(_current.require().scalers):
+        session = _current.require_own()
+        for index, scaler in enumerate(session.scalers):
             result[f"loss_scaler{index}"] = scaler.state_dict()
-        rounding = _current.require().bindings.rounding
+        rounding = session.bindings.rounding
         if rounding is not None:
             result[_ROUNDING] = rounding.state_dict()
     return result
@@ -58,7 +59,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """
     if _current.state.is_disabled:
         return
-    scalers, rounding = _current.require().scalers, _current.require().bindings.rounding
+    session = _current.require_own()
+    scalers, rounding = session.scalers, session.bindings.rounding
     if not isinstance(state_dict, Mapping):
         raise ArgumentTypeError(
             f"load_state_dict takes the result of amp.state_dict(), not {type(state_dict).__name__}: save it as"

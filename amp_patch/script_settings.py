@@ -15,7 +15,7 @@ _OF_LEVELS = frozenset(
 
 
 class NoRegionError(SessionError):
-    """A script has called neither `amp.initialize` nor `torch.autocast`, so the command could change nothing in it."""
+    """A script has taken steps without mixed precision, so the command could change nothing in it."""
 
 
 class UnsuitedLevelError(PolicyError):
@@ -64,7 +64,7 @@ def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
 
 
 class _CommandSettings:
-    """The settings of the command that has started this process, as an object that other modules can import."""
+    """Holds the settings of the command that has started this process, or of `apex.install`."""
 
     settings = Settings()
 

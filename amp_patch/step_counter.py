@@ -5,7 +5,7 @@ from typing import Any
 
 
 class StepCounter:
-    """Counts the steps of one optimizer: the first that steps. So a step of each optimizer of a GAN counts as one step.
+    """Counts the steps of one optimizer: the first that steps. So in a GAN, one step of each optimizer counts as one.
 
     If that optimizer has been freed, or if another one takes two steps while it takes none, another training has begun.
     From then on, the steps of the other optimizer count.

@@ -1,11 +1,11 @@
-"""Formats tables of text, and texts with counts and numbers. Fits tables and sentences into a number of columns."""
+"""Formats tables of text, and texts with counts and numbers. Fits tables and sentences into a width."""
 
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 WIDTH = 100
-"""The number of columns into which commands fit what they print."""
+"""The width, in characters, into which commands fit their output."""
 
 _GAP = 2  # the number of spaces between the columns of a table
 _EMPTY = ("", "-")
@@ -93,7 +93,7 @@ class Table:
         return sum(widths.values()) + _GAP * (len(widths) - 1)
 
     def shorten(self, width: int) -> None:
-        """Shorten the longest texts until the table has `width` columns, or no text may become shorter."""
+        """Shorten the longest texts until the table is `width` characters wide, or no text may become shorter."""
         widths = self._widths()
         surplus = sum(widths.values()) + _GAP * (len(widths) - 1) - width
         limits = {name: widths[name] for name in self._least if name in widths}
@@ -129,9 +129,10 @@ _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 
 
 def wrap_sentences(text: str, width: int = WIDTH) -> str:
-    """Return a text whose sentences have lines of at most `width` columns. Tables, lists and code stay as they are.
+    """Return a text with its sentences wrapped to `width` characters. Tables, lists, code and long words stay whole.
 
-    A sentence begins a line, or follows a label of up to two words, with whose text its further lines are aligned.
+    A sentence begins a line, or follows a short label and two spaces. Its further lines are indented by two spaces, or
+    aligned with the text after the label.
     """
     return "\n".join(part for line in text.split("\n") for part in _wrap_line(line, width))
 

@@ -1,8 +1,8 @@
 """The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
 
-`native` uses some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
-All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the imports of this module, of `insight` and
-of `native` fail, and so do the commands that use either package.
+Other packages use some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a
+name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the import of this module, which
+`initialize` needs, or the first use of the name fails, unless its comment or docstring says otherwise.
 """
 
 import operator
@@ -152,7 +152,7 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
         above.append(top)
     if mode.old_dispatch_mode_flags:
         mode.__exit__(None, None, None)
-    else:  # left in a backward pass, after which autograd has put it back on the stack
+    else:  # it was left inside a backward pass, at whose end autograd restored the stack, with the mode on it
         _pop_dispatch_mode()
     for other_mode in reversed(above):
         TorchDispatchMode.__enter__(other_mode)

@@ -31,7 +31,7 @@ def sync_module_states(module: nn.Module, group: Any, bucket_size: int, src: int
 
 
 def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: int) -> None:
-    """Give all ranks of a process group the tensors of the rank `src`, in place, in messages of `bucket_size` bytes."""
+    """Give all ranks of a group the tensors of the rank `src`, in place, in messages of about `bucket_size` bytes."""
     torch.distributed._broadcast_coalesced(group, tensors, bucket_size, src)  # type: ignore[attr-defined]
 
 

@@ -1,9 +1,9 @@
 """The private names of torch that the package uses. Others are in `torch_distributed` and `torch_dispatch`. No other
-module may use private names of torch.
+module may use private names of torch, except `HOT_PATH_ATTRIBUTES`.
 
 Comments and docstrings say what a name is for. A sentence with "would" says what happens if torch drops the name: what
 the package would lose, or what a maintainer could use instead. All names exist in torch 2.6.0, 2.13.0, 2.14.1 and
-2.15.0. A missing name makes the import of this module fail, unless its comment or docstring says otherwise.
+2.15.0. If a name is missing, this import or the first use fails, unless its comment or docstring says otherwise.
 """
 
 import functools

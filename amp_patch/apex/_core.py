@@ -294,7 +294,7 @@ class HandScaledPass:
     def end(self, manual: ManualPass) -> None:
         """Unscale the gradients. An overflow makes the optimizer skip its next step, and is noted in `manual`.
 
-        If `begin` was not called, unscale all gradients that carry a scale, and note nothing in `manual`.
+        If `begin` opened no block, unscale all gradients that carry a scale, and note nothing in `manual`.
         """
         block, self._block = self._block, None
         if block is None:

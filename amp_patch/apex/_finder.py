@@ -23,7 +23,7 @@ from ._gone import advise
 logger = logging.getLogger("amp_patch")
 
 PARTS = ("amp", "contrib", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-"""The subpackages of the stand-in."""
+"""The parts of the stand-in that scripts import."""
 
 _PACKAGE = __name__.rpartition(".")[0]  # "amp_patch.apex"
 _TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
@@ -166,7 +166,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return installed
 
     def _find_compiled(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        """Return the spec of a module in `_TOP_LEVEL`, or None if an installed one is to be found by other finders."""
+        """Return the spec of a module in `_TOP_LEVEL`. Return None if an installed `apex` is completed, or if other
+        finders find an installed module and `force` is not set.
+        """
         if not self._replaces:
             return None
         if not self._force and self._find_elsewhere(fullname, path, target) is not None:
@@ -218,7 +220,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of `apex`, unless an installed `apex` is in use and has its own.
+        """Yield the metadata of the stand-in as `apex`, unless an installed `apex` is in use.
 
         Some libraries read the version of `apex` from it before they import `apex`.
         """

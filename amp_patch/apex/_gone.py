@@ -83,7 +83,7 @@ COMPILED = {
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
     "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""Apex's compiled modules that the stand-in lacks. The doctor tells of them. Importing one raises Python's usual error
+"""Apex's compiled modules that the stand-in lacks. The doctor reports them. Importing one raises Python's usual error
 without advice, because scripts only try the import to find out whether the module exists.
 """
 
@@ -91,7 +91,7 @@ without advice, because scripts only try the import to find out whether the modu
 def describe(name: str) -> tuple[str, str] | None:
     """Return the missing part of Apex that holds a dotted name, such as "apex.transformer", and its description.
 
-    Returns None for names that Apex never had, and for names that the stand-in has.
+    Returns None for any other name.
     """
     parts = {**_GONE, **COMPILED}
     # the longest first, because parts are inside other parts

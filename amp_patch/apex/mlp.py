@@ -43,7 +43,7 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of all arguments. This computes the layers a second time."""
+        """Return the gradients of the tensors `args`. This computes the layers a second time."""
         # autograd runs a backward with gradients disabled, but the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]

@@ -1,7 +1,7 @@
 """`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
 
-torch's attention is one autograd node, which saves its operands and has no double backward. In eager code, attention in
-float32 is one node, too: `_LowAttention`, which saves its operands in 16 bits.
+torch's flash attention is one autograd node, which saves its operands and has no double backward. Where torch would use
+it in eager code, attention in float32 is one node, too: `_LowAttention`, which saves its operands in 16 bits.
 """
 
 import math
@@ -57,8 +57,8 @@ class Attention:
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        If torch would use its flash kernel for the 16-bit operands, this saves for backward what that kernel saves: the
-        operands and the result, in 16 bits. Otherwise `original` saves float32 values.
+        If torch would use its flash kernel for the 16-bit operands in eager code, this saves for backward the operands
+        and the result in 16 bits, as that kernel does. Otherwise `original` saves float32 values.
         """
         query, key, value = self.query, self.key, self.value
         options = (self.attn_mask, self.dropout_p, self.is_causal)
@@ -77,7 +77,7 @@ class Attention:
 class _LowAttention(torch.autograd.Function):
     """torch's attention for CPUs on 16-bit operands, computed in float32. Saves 16-bit values for backward.
 
-    If an operand or the result is changed in place before backward, that raises RuntimeError, as in torch.
+    If an operand or the result is changed in place before backward, backward raises RuntimeError, as in torch.
     """
 
     @staticmethod

@@ -58,19 +58,22 @@ class Autocast:
         torch.set_autocast_enabled(self.device_type, True)
 
     def run_without(self, original: Callable[..., Any], switch: "Switch | ModuleRulesSwitch") -> Callable[..., Any]:
-        """Return a function that runs `original` with autocast disabled, if ops cast by `switch` in this thread."""
-        # the patch of an op that casts nothing here may call this function, too: torch then has to cast
+        """Return a function that runs `original` with autocast disabled in regions in which the session casts.
+
+        With a `ModuleRulesSwitch`, autocast stays enabled while that switch is off in the calling thread.
+        """
+        # patches call this function also while that switch is off: torch then has to cast
         is_often_off = isinstance(switch, ModuleRulesSwitch)
 
         @functools.wraps(original)
         def run_without_autocast(*args: Any, **kwargs: Any) -> Any:
             if is_often_off and not switch.is_on_here():
                 return original(*args, **kwargs)
+            if not self.is_here():
+                return original(*args, **kwargs)
             if is_dynamo_compiling():
                 with torch.autocast(self.device_type, enabled=False):
                     return original(*args, **kwargs)
-            if not self.is_here():
-                return original(*args, **kwargs)
             try:
                 torch.set_autocast_enabled(self.device_type, False)
                 return original(*args, **kwargs)

@@ -48,9 +48,7 @@ def is_traced() -> bool:
 
 
 def is_eager_autograd() -> bool:
-    """Return whether only autograd records ops here: gradients are enabled, and no function transform, tracer or
-    compiler is active.
-    """
+    """Return whether gradients are enabled, and no function transform, torch.jit tracer or compiler is active."""
     if is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()
@@ -75,13 +73,13 @@ def run_eagerly() -> Callable[[], object]:
 
 
 def forget_compiled_code() -> None:
-    """Drop the code that torch.compile has made in this process. It keeps its casts when patches change."""
+    """Drop the code that torch.compile has made in this process, because it would keep the casts of earlier patches."""
     if is_dynamo_imported():
         torch.compiler.reset()
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches."""
+    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches, if this torch has such a tag."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))

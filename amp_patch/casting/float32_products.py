@@ -7,7 +7,7 @@ because that is faster than torch's 16-bit kernels.
 
 Operands and results are rounded by ordinary casts, which autograd records. So the gradients that a product gives are
 rounded, too, as with a 16-bit kernel, and compilers, function transforms, double backward and checkpoints work as with
-any casts. For backward, autograd saves the float32 operands. Only short attention saves 16-bit values (`Attention`).
+any casts. For backward, autograd saves the float32 operands, except where `Attention` saves 16-bit values.
 """
 
 import sys
@@ -116,11 +116,11 @@ class Float32Products:
         return self._replacements.get("product", original, make)
 
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
-        """Return a function that computes an op in float32 if all its operands have the low dtype.
+        """Return a function that computes an op in float32 if all its floating operands have the low dtype.
 
-        A call runs as it was written if it names `out` or a dtype. So does a call with an operand that is opaque, on
-        another type of device, or of another floating or complex dtype, and a call of a product with a single operand:
-        an einsum of one operand multiplies nothing, and may return a view.
+        A call runs as it was written if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is
+        opaque, on another type of device, or of another floating or complex dtype, and a call of a product with a
+        single operand: an einsum of one operand multiplies nothing, and may return a view.
 
         With `max_scores`, the op is attention: see `_run_short_attention`.
         """
@@ -171,8 +171,8 @@ class Float32Products:
         return replace(original, prepare, self.switch, public, torch.float32)
 
     def _make_compute(self, original: OpFunction, cast: TensorCast | None) -> OpFunction:
-        """Return a function that applies `cast` to every tensor, converts low tensors to float32, calls `original`, and
-        rounds the result.
+        """Return a function that applies `cast`, if given, to every tensor, converts low tensors to float32, calls
+        `original`, and rounds the result.
 
         If `original` itself calls products by their patched names, these run unchanged: their operands and results must
         not be rounded. torch.export calls `original` itself again by its public name.
@@ -204,11 +204,13 @@ class Float32Products:
         return compute
 
     def _make_compute_in_place(self, original: OpFunction) -> OpFunction:
-        """Return a function that runs an in-place op on float32 copies, and copies the result to its target."""
+        """Return a function that runs an in-place op on float32 copies, and copies the result to its target. If the
+        target is a keyword argument, it calls `original` unchanged.
+        """
         to_float32 = self._to_float32
 
         def compute(*args: Any, **kwargs: Any) -> Any:
-            if not args:  # the target is a keyword argument
+            if not args:
                 return original(**kwargs)
             widened = to_float32(args[0])
             operands, kwargs = cast_arguments(args[1:], kwargs, to_float32)
@@ -222,11 +224,12 @@ class Float32Products:
     def round_operands(
         self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
-        """Return the `prepare` of a whitelisted product: it has all tensors rounded to the low dtype, the product
-        computed in float32, and the result rounded (`_make_compute` with `to_operand`).
+        """Return the `prepare` of a whitelisted product. The call that it returns rounds all tensors to the low dtype,
+        computes the product in float32, and rounds the result (`_make_compute` with `to_operand`).
 
-        Some calls get tensors in the low dtype instead, and go to `low_op`: a call with an opaque operand, which does
-        not support a second cast, a call with fewer than two tensors, and a call with `out_dtype`.
+        Some calls go to `low_op` with tensors in the low dtype instead: a call with an opaque operand, which does not
+        support a second cast, a call with fewer than two tensors, and a call with `out_dtype`. A call with `out` goes
+        to `low_op` with its own tensors.
 
         Args:
             original: the op as torch computes it.
@@ -259,7 +262,7 @@ class Float32Products:
 
     def to_operand(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the low dtype. A parameter is rounded to the low dtype, but returned in float32: the cache
-        holds it in this form, which needs no second cast.
+        holds it in this form, which needs no second cast. A tensor that cannot be cast is returned unchanged.
         """
         if tensor.__class__ is Parameter:
             return self._round_weight(tensor)

@@ -42,8 +42,8 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
     """Return a finder of the dtype of the argument `name` of a function. Raises OpListError if the function has no such
     argument.
 
-    The finder raises OpListError if the argument of a call is no tensor. It also does if the argument is a tensor of
-    integers, and the other tensors have several castable dtypes.
+    The finder raises OpListError if a call passes something else than a tensor or None as that argument. It also does
+    if the argument is a tensor of integers or bools, and the other tensors have several castable dtypes.
 
     Args:
         location: the place of the list entry, such as "my.yaml:3:5", for errors.
@@ -70,10 +70,11 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
 def _follow(
     position: int | None, name: str, device_type: str, refuse: Callable[[Any, Sequence[Any]], None] | None
 ) -> DtypeFinder:
-    """Return a finder of the dtype of one argument. It returns None if a call leaves the argument out, or if the tensor
-    is on another type of device.
+    """Return a finder of the dtype of one argument. It returns None if a call leaves the argument out, or if the
+    argument is on another type of device or has no castable dtype.
 
-    `refuse` is called with the argument and all values of a call, if the argument has no castable dtype.
+    For an argument without a castable dtype, except None, it calls `refuse` with the argument and all values of the
+    call.
     """
 
     def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:

@@ -55,12 +55,12 @@ class Region(contextlib.ContextDecorator):
         owner: the object that opens the region for a call of a module; `Switch.close_for_module` looks for it.
         frame: the Python frame of that call. When the call is over and the region is still open, as after a Ctrl-C, the
             region is *stale*: `Switch.close_stale` closes it. None for a region that lasts until `close`.
-        pauses_autocast: if the mode is FLOAT32, disable torch.autocast while the region is open. Otherwise torch would
-            still cast the arguments of ops that no list names.
+        pauses_autocast: if the mode is FLOAT32, disable torch.autocast while the region is open, so that torch does not
+            cast the arguments of ops that no list names.
         was_active: whether ops cast their arguments just before the region opens.
 
     Attributes:
-        autocast_depth: the number of torch.autocast blocks around the region.
+        autocast_depth: the number of torch.autocast blocks around the region; 0 in a session that casts everywhere.
         has_paused_autocast: whether the region has disabled torch.autocast. `close` enables it again.
     """
 
@@ -215,7 +215,8 @@ class Switch:
     def _is_in_force(self, region: Region) -> bool:
         """Return whether the mode of a region applies here.
 
-        It does not inside a block `with torch.autocast(..., enabled=False)` that the region contains.
+        It does not inside a block of torch.autocast that the region contains and in which the session does not cast, as
+        with `enabled=False`.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
@@ -234,7 +235,9 @@ class Switch:
         return innermost is not None and innermost.mode is mode
 
     def is_autocast_here(self) -> bool:
-        """Return whether torch.autocast is enabled in this thread, or would be if no region had paused it."""
+        """Return whether this thread is in one of the blocks of `autocast`, even if a region has paused it. Without
+        `autocast`, return False.
+        """
         if self.autocast is None or self.autocast.is_here():
             return self.autocast is not None
         depth = get_autocast_depth()
@@ -306,8 +309,8 @@ class Switch:
                     return
 
     def close_stale(self) -> None:
-        """Close regions whose call is over. A Ctrl-C leaves them open, because `torch.nn.Module` then calls no forward
-        hook, which would close them.
+        """Close the innermost regions whose calls are over. A Ctrl-C leaves them open, because `torch.nn.Module` then
+        calls no forward hook, which would close them.
 
         If the region has paused torch.autocast, enable it again only in the block in which the region was opened. If
         the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session

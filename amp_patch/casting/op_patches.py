@@ -44,7 +44,8 @@ class Registration(NamedTuple):
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for each listed spelling and for each registration. A registration overrides the lists.
+    """Yield a patch for each listed spelling, and for each registration but neutral ones. A registration overrides the
+    lists.
 
     In a session that casts inside torch.autocast regions, an op to which torch's own rule applies is patched only if
     there is an `OpCasts.by_torch`. An op that torch would cast, but the session's lists do not name, gets a patch that
@@ -98,7 +99,7 @@ def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
         return original(*args, **kwargs)
 
     call.__module__ = FLEX_ATTENTION  # a function of torch
-    # A rule `match` may name query, key or value: with them, the arguments of all these functions begin.
+    # A rule `match` may name query, key or value, the first arguments of all these functions.
     call.__signature__ = inspect.signature(getattr(patch.owner, patch.name))  # type: ignore[attr-defined]
     return patch.factory(call)
 
@@ -325,7 +326,10 @@ def _decorate_backward(original: Callable[..., Any], switch: Switch | ModuleRule
 
 
 def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype) -> OpFunction:
-    """Return a `forward` that casts its inputs to `dtype`, and runs `original` without casts."""
+    """Return a `forward` that casts its inputs to `dtype`, and runs `original` without casts.
+
+    Where no op casts, or in a region of mode FLOAT32, it only calls `original`.
+    """
     switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
     in_region = run_in_region(original, Mode.OFF, switch)
 
@@ -342,7 +346,7 @@ def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype)
 
 
 def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
-    """Return a `backward` that runs without casts if its forward did."""
+    """Return a `backward` that runs without casts if `_cast_as_decorated` ran its forward without casts."""
     in_region = run_in_region(original, Mode.OFF, switch)
 
     def backward(ctx: Any, *gradients: Any) -> Any:

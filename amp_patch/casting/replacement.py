@@ -4,7 +4,7 @@ An argument whose class has `__torch_function__`, or a TorchFunctionMode, may ha
 gets the function that was called, and compares it with a public name (`func is F.linear`) or looks it up in a table.
 While an op is patched, its public name holds the replacement. So an override must get the replacement, and not torch's
 function. It gets the arguments before they are cast. If it then calls the replacement under
-`torch._C.DisableTorchFunction()`, that casts them. So casts happen after overrides, as in torch.autocast.
+`torch._C.DisableTorchFunction()`, the replacement casts them. So casts happen after overrides, as in torch.autocast.
 """
 
 import functools
@@ -163,9 +163,9 @@ class PublicOp:
 def _calls_overrides(original: OpFunction) -> bool:
     """Return whether `original` calls overrides itself, with the function that its public name holds: the replacement.
 
-    Methods of Tensor in C do, and undecorated functions in Python: F.relu calls `handle_torch_function(relu, ...)`,
-    where `relu` is a global of its module, which is patched. `call_override` leaves the call to them. So torch decides
-    how the arguments are passed, and under which of several names (`Tensor.matmul` for `@`).
+    Methods of Tensor in C do, and most undecorated functions in Python: F.relu calls `handle_torch_function` with
+    `relu`, a global of its module, which is patched. `call_override` leaves the call to them. So torch decides how the
+    arguments are passed, and under which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
         return not hasattr(original, "__wrapped__") and "handle_torch_function" in original.__code__.co_names

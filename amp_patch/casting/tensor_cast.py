@@ -46,7 +46,7 @@ def make_plain_cast(
     A tensor that has that dtype already is returned without a call of torch, because a tracer would record the call.
 
     Args:
-        is_for_kernels: the result goes to 16-bit kernels. Tensors for which there are none are returned as they are
+        is_for_kernels: the result goes to 16-bit kernels. Tensors that have no such kernels are returned as they are
             (see `is_compressed`).
         takes_opaque: also cast opaque tensors, by their own methods, as torch.autocast does for ops in the low dtype.
     """
@@ -129,8 +129,8 @@ def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, .
     in which no tensor changes is returned itself, so that a model can still fill a container of its caller. Otherwise:
 
     * A list, mutable mapping or dataclass is copied, and the copy gets the cast items.
-    * For a tuple, set or immutable mapping, its class is called with the cast items. If that fails, a tuple or set is
-      returned as it is, and the error of a mapping is raised.
+    * For a tuple, set or immutable mapping, its class is called with the cast items.
+    * If that fails, a list, tuple or set is returned as it is, and the error of a mapping or dataclass is raised.
     * A generator becomes a generator of cast items.
 
     All other objects, such as modules, arrays and text, are returned as they are. With another `kind`, objects of that

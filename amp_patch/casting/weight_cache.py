@@ -11,7 +11,8 @@ A forward pass must never use old weights. So a copy belongs to an *entry*, and 
 * Each use compares the parameter with the `Signature` that it had when it was copied. The entry holds the memory of the
   parameter, so that no other tensor can get its address.
 
-Code that records ops (traces, function transforms, dispatch modes) must see the cast each time, and never gets a copy.
+Code that records ops (traces, and dispatch modes that do more than watch) must see the cast each time, and gets no
+copy. Inside a function transform no copy is made, but the copy of a valid entry is used.
 
 What happens to a copy whose entry is not valid any more depends on the device:
 
@@ -223,8 +224,8 @@ class WeightCache:
         self._entries.pop(key, None)
 
     def _refresh(self) -> None:
-        """Copy all parameters to their copies again, with one kernel for each device, so that all entries are valid.
-        Drop entries whose copy must not be written.
+        """Write the parameters of all invalid entries to their copies, with one kernel for each device, so that these
+        entries are valid again. Drop entries whose copy must not be written.
         """
         refreshed: list[_Entry] = []
         for key in list(self._entries):  # a garbage collection in this loop may remove entries
@@ -272,8 +273,8 @@ class WeightCache:
 
 
 class RegionCache(WeightCache):
-    """The copies of a session under `torch.autocast`. Each leaf that requires gradients may have one, while torch's own
-    cache of weights is enabled.
+    """The copies of a session under `torch.autocast`. Each leaf that requires gradients may have a copy, while torch's
+    own cache of weights is enabled.
 
     An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's own cache
     returns no old copies then, because it drops all copies when a thread leaves its outermost region, and keeps none

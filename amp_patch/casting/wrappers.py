@@ -277,10 +277,12 @@ class OpCasts:
                 kwargs.get("inplace") or (len(args) > inplace_position and args[inplace_position])
             ):
                 return original, args, kwargs
-            if mode is not _BY_LISTS:
-                return self._in_region(original, args, kwargs, mode)
             if kwargs and (kwargs.get("out") is not None or kwargs.get("dtype") is not None):
                 return original, args, kwargs
+            if mode is not _BY_LISTS:
+                if any(value.__class__ is torch.dtype for value in args):
+                    return original, args, kwargs
+                return self._in_region(original, args, kwargs, mode)
             is_fast = not is_dynamo_compiling() and not count_dispatch_modes()
             values = [*args, *kwargs.values()]
             for index, value in enumerate(values):
@@ -308,8 +310,8 @@ class OpCasts:
     def _in_region(
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
-        """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. Its mode decides the
-        dtype, and not the list.
+        """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. The mode decides the
+        dtype, and not the list. A call that names `out` or another `out_dtype` runs as it was written.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
         result_dtype = kwargs.get("out_dtype") or target
@@ -333,7 +335,7 @@ class OpCasts:
         """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
         the same dtype.
 
-        If such a function calls another, each follows its own rule. In a region of mode LOW or FLOAT32, too. A call
+        If such a function calls another, each follows its own rule, also in a region of mode LOW or FLOAT32. A call
         that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
         """
         if rule.runs_in == "low":
@@ -448,7 +450,9 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError if an argument is a 16-bit tensor on a device of the session's type."""
+        """Raise BannedOpError if an argument itself, and not an item of a list, is a 16-bit tensor on a device of the
+        session's type.
+        """
         name = getattr(original, "__name__", str(original))
 
         def prepare(args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> PreparedCall:

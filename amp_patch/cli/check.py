@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or check a contract.
 
     Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
-    judged, because the contract cannot be read, or the script fails or is another one than in the contract.
+    judged, because the contract cannot be read, or the script fails or is another one than in the contract. With
+    --update, return 0 once the contract was written anew, even if it did not hold before.
     """
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")

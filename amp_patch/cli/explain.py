@@ -107,12 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # the steps were recorded before the script failed, so only the exit code tells of the failure
+    # the script may have failed after the recorded steps: then only the exit code shows it
     return int(code != 0)
 
 
 def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
-    """Raise SessionError, with the reason, for a run of which no op and no exception was recorded."""
+    """Raise SessionError, with the reason, unless the first process recorded an op, or any process an exception."""
     code, recordings = watched.code, watched.recordings
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if has_ops or any(recording.raised for recording in recordings):

@@ -1,4 +1,4 @@
-"""`amp-patch lists check`: prints every fault in lists, and the entries that have no effect."""
+"""`amp-patch lists check`: prints every fault in lists, and for lists without faults the entries without effect."""
 
 import argparse
 import os

@@ -13,7 +13,7 @@ LIST = "a shipped list or the path of a list file"
 """The help text of an argument that names a list."""
 
 LEAST = 20
-"""The width to which the texts of a column may be shortened."""
+"""The fewest characters to which the cells of a column are shortened."""
 
 _INTERNAL = ("is_optional", "is_warning")
 """Fields of dataclasses that JSON leaves out."""
@@ -44,7 +44,9 @@ def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:
 
 
 def fit_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return rows as lines with aligned columns. Of names, reasons and places, the longest are shortened to `width`."""
+    """Return rows as lines with aligned columns. The longest cells are shortened, down to `LEAST` characters, until the
+    lines have at most `width` characters. None: shorten none.
+    """
     if not rows or width is None:
         return align(rows)
     columns = [str(number) for number in range(len(rows[0]))]

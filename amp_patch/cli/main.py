@@ -1,9 +1,9 @@
 """The `amp-patch` command: parses the command line, and runs one of `COMMANDS`. The module of a command is imported
 only if the command line names it, so `amp-patch --help` needs no torch.
 
-Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown in one line), or reports a problem; 2 the
-command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after SIGTERM. `check`, `lists` and
-`trace` also return 2 if they could not judge the script or the list.
+Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown without a traceback), or reports a problem
+or a difference; 2 the command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after
+SIGTERM. `check`, `diff`, `lists` and `trace` also return 2 if they could not judge the script, the files or the list.
 """
 
 import argparse
@@ -100,13 +100,13 @@ def build_parser(argv: Sequence[str], commands: Sequence[Command] = COMMANDS) ->
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line, for a command that runs a script up to `--`."""
+    """Parse the command line; for a command that `has_rest`, only up to `--`."""
     has_rest = any(command.has_rest for command in COMMANDS if command.name in argv[:1])
     end = len(argv)
     if has_rest and "--" in argv:
         end = argv.index("--")
     parser = build_parser(argv)
-    # an unknown option in front of the command: argparse would only report that COMMAND is missing
+    # report an unknown option in front of the command: argparse would only report that COMMAND is missing
     if argv[0].startswith("-") and not any(option.startswith(argv[0]) for option in parser.own_options):
         parser.refuse(argv[:1])
     arguments = parser.parse_args(argv[:end])

@@ -12,13 +12,15 @@ from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
 WIDTH = 100
-"""The most columns of a help text."""
+"""The most characters in a line of a help text."""
 
 _PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
 
 
 def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
-    """Return one form of a usage text as lines of at most `width` columns. An option and its value stay together."""
+    """Return one form of a usage text as lines of at most `width` characters. A part in brackets is not split, even if
+    it is longer.
+    """
     lines: list[str] = []
     line = ""
     for part in _PART.findall(form):
@@ -31,7 +33,7 @@ def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fits a help text into the terminal, and into `WIDTH` columns. An epilog keeps its lines."""
+    """Fits a help text into the terminal, and into `WIDTH` characters. An epilog of several lines keeps them."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         options.setdefault("width", min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
@@ -107,7 +109,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report an error, and exit with 2.
 
-        If there is an unknown option, it is reported instead, because it probably caused the error.
+        If there is an unknown long option, it is reported instead, because it probably caused the error.
         """
         unknown = self._find_unknown()
         if unknown:

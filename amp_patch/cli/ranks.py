@@ -53,7 +53,7 @@ class Ranks:
     def meet(self) -> Iterator[str]:
         """Context manager: make the shared folder unless it exists. At the end, the first rank removes it.
 
-        Yields the path of the folder. Raises SessionError if another user owns the folder.
+        Yields the path of the folder. Raises SessionError if there is a file, or a folder of another user.
         """
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
@@ -84,7 +84,7 @@ class Ranks:
     def wait(self, *, is_over: bool) -> None:
         """Wait until the scripts of the other ranks have ended.
 
-        If the run is over, or once one of them has failed, the whole wait is at most `_PATIENCE_SECONDS`.
+        If the run is over or one of them has failed, it ends at the latest `_PATIENCE_SECONDS` after it began.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while any(self._code_of(rank) is None for rank in range(1, self.count)):
@@ -116,7 +116,7 @@ def find_ranks() -> Ranks | None:
 def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
     """Report a usage error if a launcher has started a command that runs the script several times.
 
-    Only the first rank prints the error.
+    Only the first rank of each machine prints the error.
     """
     ranks = find_ranks()
     if ranks is None:

@@ -38,7 +38,7 @@ command to end all of them.
 """
 
 _PROGRESS_SECONDS = 1.0
-_LONGEST_WAIT = 60.0  # seconds in which the command ends a rank; it takes six
+_LONGEST_WAIT = 60.0  # seconds that a rank waits for the command to end it, which takes the command six
 _TROUBLE = 1  # exit code of a script that an armed run has stopped
 _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
 """Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
@@ -61,8 +61,8 @@ class Explaining(Protocol):
 class _ProbeStarter(events.Watcher):
     """Makes the probe when the first session is opened, and writes its recording to a file.
 
-    Once the probe has seen enough, it writes the recording and ends the script with SystemExit. A script that ends
-    before has its recording written at its exit.
+    Once the probe has seen enough, this object writes the recording and ends the script with SystemExit. If the script
+    ends earlier, the recording is written at its exit.
 
     Args:
         folder: the folder of the run, which a command reads; None if no command waits for the recording.

@@ -3,10 +3,10 @@
 A script that was written for NVIDIA Apex imports the stand-in for `apex`. In a script with torch.autocast, lists change
 the dtypes of its ops.
 
-The command replaces its own process by a new Python, and puts the folder `startup` at the front of PYTHONPATH. The
-`sitecustomize` in it sets all of this up, in the script's process and in every Python that the script starts
-(launchers, spawned workers, data loaders). The script then runs as under `python script.py`: it is the main program,
-and no frame of this package is on its stack.
+The command replaces its own process by a new Python (on Windows, it starts one and waits), and puts the folder
+`startup` at the front of PYTHONPATH. The `sitecustomize` in it sets all of this up, in the script's process and in
+every Python that the script starts (launchers, spawned workers, data loaders). The script then is the main program, as
+under `python script.py`, and no frame of this package is on its stack.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class WatchedRun(NamedTuple):
 
     Attributes:
         code: the exit code of the script.
-        steps, recordings: the number of steps and the recording of each process that opened a session, in the order of
+        steps, recordings: the number of steps and the recording of each process that wrote a recording, in the order of
             their ranks.
         was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
     """

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ..insight import Recording
 
 TROUBLE, FAILED = 1, 2
-"""Exit codes: a step went wrong; the script could not be watched."""
+"""Exit codes: a step went wrong, or the script misuses GradScaler or autocast; the script failed, or used no model."""
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Run the script armed. Return 0, or 1 (`TROUBLE`) if a step went wrong, which the script's process reports."""
+    """Run the script armed. Return 0, `TROUBLE` or `FAILED`. The script's process reports a step that goes wrong."""
     from ..insight import format_misuses
     from ..insight.runs import Run
 

@@ -42,7 +42,7 @@ def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) 
 def _fix_fault(
     runner: ScriptRunner, arguments: argparse.Namespace, fault: "FaultRecord", recording: "Recording"
 ) -> int:
-    """Write a list against a fault, and run the script with it. Each fault that remains adds entries to the list.
+    """Write a list against a fault, and run the script with it. Add entries while a fault remains.
 
     Return the exit code: 0 if the list is enough.
     """
@@ -85,8 +85,8 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
     """Return the value of `extends` for a list in `folder`: the name of a shipped list, or the path of a file.
 
     Args:
-        name: the list that the run used: the name of a shipped list, or a file, of which recordings may have no folder.
-        lists: the lists of the command line, among which the file is looked for.
+        name: the list that the run used: the name of a shipped list, or a file, perhaps without its folder.
+        lists: the lists of the command line. The file is looked for among them, and in the working directory.
 
     Returns "" if the file is not found, because only the script knows its path. The new list then extends nothing, and
     is used on top of the script's lists.
@@ -165,13 +165,17 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
 
 
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
-    """Run the script at the level that keeps the values that are lost quietly. Return 0 if that level is enough."""
+    """Run the script at a level that keeps the values that are lost quietly. Return 0 if that level is enough.
+
+    Return `FAULT` if no level does, or if the script only misuses GradScaler or autocast.
+    """
     from ..insight import find_level, format_quiet
 
     levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
     level = next(filter(None, levels), "")
     if not level:
-        print("\nno list was written: no list keeps what is lost here, but an edit of the script does", flush=True)
+        reason = "no list keeps what is lost here" if traced.quiet else "no list helps against a misuse"
+        print(f"\nno list was written: {reason}, but an edit of the script does", flush=True)
         return FAULT
     print(f"\nno list keeps what is lost; the script runs again at {level}", flush=True)
     first, last = arguments.steps or (0, max(traced.watched.steps))
@@ -196,6 +200,7 @@ def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Name
     Args:
         name: the name of the repair, for messages.
         settings: the settings that apply it.
+        steps: the number of steps to train.
     """
     from ..insight import agreement
     from ..insight.runs import Run, RunFailedError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes: a value does not fit; the script could not be checked."""
+"""Exit codes: a value does not fit, or another fault is reported; the script could not be checked."""
 
 
 class TracedRun:
@@ -42,7 +42,7 @@ class TracedRun:
 
     @property
     def raised(self) -> "list[tuple[RaisedRecord, Recording]]":
-        """The exceptions that dtypes explain, each with its recording: the first of all ranks comes first."""
+        """The exceptions that dtypes explain, each with its recording, sorted by step and then by rank."""
         pairs = [(raised, recording) for recording in self.watched.recordings for raised in recording.raised]
         return sorted(pairs, key=lambda pair: (pair[0].step, pair[0].rank))
 
@@ -50,7 +50,7 @@ class TracedRun:
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
         """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
 
-        The first recording is enough, because all ranks lose the same.
+        Only those of the first recording: data-parallel ranks lose the same.
         """
         return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
 
@@ -58,19 +58,23 @@ class TracedRun:
     def _searches(self) -> "list[FaultRecord]":
         """The faults of steps that were skipped while a dynamic loss scale came down, in search of a scale that fits.
 
-        The first recording is enough, because all ranks skip the same steps.
+        Only those of the first recording: data-parallel ranks skip the same steps.
         """
         return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
 
     @property
     def _checked(self) -> int:
-        """The number of steps that were checked. Steps before the first region of torch.autocast were not."""
-        begun = max((recording.run.steps_before for recording in self.watched.recordings), default=0)
-        return max(self.watched.steps, default=0) - max(self._first, begun)
+        """The number of steps that were checked; 0 or less for none. See `_steps_before` for steps that are not."""
+        return max(self.watched.steps, default=0) - max(self._first, self._steps_before)
+
+    @property
+    def _steps_before(self) -> int:
+        """The number of steps that the script took before it used a model or torch.autocast. They are not checked."""
+        return max((recording.run.steps_before for recording in self.watched.recordings), default=0)
 
     @property
     def are_all_skipped(self) -> bool:
-        """Whether the script ended without an error, and a dynamic loss scale that came down skipped all its steps."""
+        """Whether the script ended without an error, and a falling dynamic loss scale skipped all checked steps."""
         return 0 < self._checked <= len(self._searches) and not self.watched.code
 
     def print_search(self) -> None:
@@ -81,7 +85,7 @@ class TracedRun:
             print_report(describe_search(self._searches, is_all=not self.faults and self.are_all_skipped))
 
     def print_faults(self) -> None:
-        """Print the first fault, where others are, and the quiet losses beside them."""
+        """Print the first fault in full, the next few in short, and the quiet losses. Print nothing without a fault."""
         from ..insight import describe_further, format_fault
 
         if not self.faults:
@@ -113,7 +117,7 @@ class TracedRun:
 
     @property
     def misuses(self) -> "list[MisuseRecord]":
-        """How the script uses GradScaler and autocast wrongly. Ranks do the same."""
+        """How the script misuses GradScaler and autocast. The first recording is enough: ranks run the same script."""
         return [misuse for recording in self.watched.recordings[:1] for misuse in recording.misuses]
 
     def print_misuses(self) -> None:
@@ -124,7 +128,10 @@ class TracedRun:
             print_report(format_misuses(self.misuses), [False])
 
     def report_none(self) -> int:
-        """Print that no fault was found, or why nothing could be checked. Return the exit code."""
+        """Print that no fault was found, and quiet losses, or why nothing could be checked. Return the exit code.
+
+        Raises KeyboardInterrupt if Ctrl-C ended the run.
+        """
         from ..insight import note_float32
 
         if self.are_all_skipped:
@@ -147,7 +154,7 @@ class TracedRun:
         return TROUBLE
 
     def _describe_end(self) -> str:
-        """Return how the script ended before it could be checked."""
+        """Return how the script ended: before a step could be checked, or with an error."""
         code, steps = self.watched.code, max(self.watched.steps, default=0)
         ended = f"the script ended with exit code {code}" if code else "the script ended"
         if not self.watched.recordings:
@@ -157,6 +164,8 @@ class TracedRun:
             return f"{ended} without an optimizer step; the values that it computed fit{question}"
         if self._checked <= 0:
             taken = count_of(steps, "optimizer step")
+            if self._first < self._steps_before:
+                return f"{ended} after {taken}, all before it used a model or torch.autocast"
             return f"{ended} after {taken}, but steps from {self._first} on were to be checked"
         return f"{ended} after {count_of(self._checked, 'step')}, in which every value fits"
 
@@ -177,7 +186,7 @@ def run_traced(
     last: int | None,
     settings: Settings | None = None,
 ) -> TracedRun:
-    """Run the script under a tracer that checks the steps from `first` up to, but not including, `last`."""
+    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None."""
     from ..insight.runs import Run
 
     options = {
@@ -187,7 +196,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # The files that repeated runs write go to a folder of this name. One name for all, so that the last run's are kept.
+    # The files that repeated runs write go to a folder of this name. Each run replaces those of the run before.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

@@ -1,6 +1,7 @@
-"""`amp-patch tune`: finds the list that keeps the fewest modules or ops of a script in float32, within a tolerance.
+"""`amp-patch tune`: finds a list that keeps few modules or ops of a script in float32, within a tolerance.
 
-The script runs unmodified, as under `amp-patch run`, for a few steps: once in float32, then with each list to try.
+The script runs unmodified, as under `amp-patch run`, for a few steps: in float32, with each list to try, and under a
+tracer.
 """
 
 import argparse
@@ -56,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, else 1.
 
-    After Ctrl-C, write the best list so far, if there is one, and return 130.
+    After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
+    raises KeyboardInterrupt.
     """
     from ..insight import TuneOptions, Tuner
 

@@ -68,7 +68,7 @@ def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> No
 
 def add_wide(parser: argparse.ArgumentParser) -> None:
     """Declare --wide."""
-    about = f"print all columns and whole names (default: what fits {WIDTH} columns)"
+    about = f"print all columns and whole names (default: what fits {WIDTH} characters)"
     parser.add_argument("--wide", action="store_true", help=about)
 
 
@@ -85,7 +85,7 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Return the absolute path of a file that the command can write at its end, in a folder that exists."""
+    """Return the absolute path of a file that the command can write when it ends, in a folder that exists."""
     path = Path(text).absolute()
     try:
         check_writable(path)

@@ -59,9 +59,9 @@ class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
     `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
-    module rule, `op` is "modules" and its chooser, `spellings` is empty, and `left` and `right` are dtypes, or
-    "unlisted" where the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and
-    `right` are the rules in order.
+    module rule, `op` is "modules" and its chooser, and `left` and `right` are "low" or "float32", or "unlisted" where
+    the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and `right` are the
+    rules in order. `spellings` is empty for module rules, and for an op that the running torch lacks.
     """
 
     op: str
@@ -86,8 +86,7 @@ _Rulings = dict[SpellingKey, Ruling]
 def explain_op(op: str, lists: OpLists) -> Explanation:
     """Return the rules that lists have for an op and its in-place twins. `op` is a name as in a list file.
 
-    Raises OpListError, with a suggestion, for a name that no rule can apply to, and for a name that neither torch nor
-    the lists have.
+    Raises OpListError for a name that no rule can apply to, and for a name that neither torch nor the lists have.
     """
     try:
         keys = find_spellings(op, may_be_missing=True)
@@ -193,7 +192,7 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    """Yield one difference if all spellings have the same pair of rules, else one for each spelling that differs."""
+    """Yield a difference for each spelling whose rules differ, or one for all if all have the same pair of rules."""
     rules = {key: (_get_rule(key, left), _get_rule(key, right)) for key in keys}
     if len(set(rules.values())) == 1:
         left_rule, right_rule = rules[keys[0]]
@@ -237,7 +236,7 @@ def _find_rulings(lists: OpLists) -> _Rulings:
 
 
 def _package_of(key: SpellingKey) -> str:
-    """Return the package that must be imported before a spelling exists, such as "flash_attn"; of torch, the module."""
+    """Return the package that must be imported before a spelling exists, such as "flash_attn"; in torch, the module."""
     root = key[0].partition(".")[0]
     return key[0] if root == "torch" else root
 

@@ -49,8 +49,8 @@ class Level:
     def fits_autocast(self) -> bool:
         """Whether a script with torch.autocast can run at the level.
 
-        In an autocast region, op lists decide which ops are cast. A level that casts the model has no op lists, so it
-        does not fit. A float32 level fits, because it casts nothing.
+        In an autocast region, op lists decide which ops are cast. A level that casts the model casts no op by
+        lists, so it does not fit. A float32 level fits, because it casts nothing.
         """
         return self.is_plain or self.patches_functions
 

@@ -244,7 +244,7 @@ def identify(path: Path) -> str:
     """Return the path with all links resolved. It is the same for all paths of a file."""
     try:
         return os.path.realpath(path)
-    except (OSError, ValueError):  # a null byte in the path, or a loop of links: reading the file raises the error
+    except (OSError, ValueError):  # a null byte in the path, for example: reading the file raises the error
         return str(path)
 
 
@@ -289,7 +289,7 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
-        """Return the text of a warning if `since` and `until` exclude every supported version of torch, else None."""
+        """Return the text of a warning if the bounds leave out every existing and supported torch, else None."""
         # a list may be ahead of the running torch by a minor version, but not by a major one
         if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"

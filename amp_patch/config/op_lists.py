@@ -1,4 +1,4 @@
-"""Op lists: which functions of torch run in the low dtype, in float32, or in the widest dtype of their arguments.
+"""Op lists: the rule that each listed function of torch or another package follows, such as "run in float32".
 
 The module `list_file` reads one file, and `op_names` finds the *spellings* of a name: the functions that it means, such
 as `torch.exp` and `Tensor.exp` for `exp`. Here, `Overlay` merges files, and `load_oplists` caches the result. An entry
@@ -91,7 +91,7 @@ class OpLists:
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
         neutral: functions that a later file took off their list, by an entry under `neutral`.
-        other_torch: entries that do not apply to the running torch, because of `since` or `until`.
+        other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
 
@@ -119,9 +119,9 @@ def load_oplists(
 
     Args:
         may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. Then a
-            neutral entry that takes nothing off causes no warning.
+            neutral entry that takes nothing off causes no warning, unless an earlier file lists ops.
 
-    Raises OpListError, with its location if the fault is in a file.
+    Raises OpListError, with a location if the fault is in a file.
     """
     specs: list[Any] = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not specs or not all(isinstance(name, (str, os.PathLike)) for name in specs):
@@ -249,8 +249,8 @@ class Overlay:
     """Merges list files: the entry of a later file overrides the entries of earlier files for the same spelling.
 
     Call `read_file` for each file in order, then `resolve`. Before `resolve`, the `rule` of each `Spelling` is the rule
-    of its entry, also for functions that write in place. A `with self._diagnostics` block contains code that the
-    reading can do without if it raises an OpListError and errors are collected.
+    of its entry, also for functions that write in place. If errors are collected, an OpListError ends only the block
+    `with self._diagnostics` around it, and reading goes on after the block.
 
     Args:
         may_be_overlay: see `load_oplists`.
@@ -313,7 +313,7 @@ class Overlay:
         for entry in entries:
             if not entry.is_for(version):
                 self._other_torch.append(entry)
-                self._warn_of_version(entry, is_shipped)
+                self._warn_of_version(entry, version, is_shipped)
                 continue
             with self._diagnostics:
                 # shipped lists are for all versions of torch, so an op that one of them lacks is no error
@@ -413,13 +413,13 @@ class Overlay:
 
     # ---- warnings about entries without effect ----
 
-    def _warn_of_version(self, entry: OpEntry, is_shipped: bool) -> None:
-        """Warn if the bounds of an entry exclude every supported torch. When a user's file is checked, also warn if
-        they exclude the running torch.
+    def _warn_of_version(self, entry: OpEntry, version: Version, is_shipped: bool) -> None:
+        """Warn if the bounds of an entry exclude every torch (`OpEntry.find_warning`). When a user's file is checked,
+        also warn if they exclude only the version that it is read for.
         """
         reason = entry.find_warning()
         if reason is None and self._diagnostics.is_collecting and not is_shipped:
-            reason = f"its bounds leave out torch {torch.__version__}"
+            reason = f"its bounds leave out torch {'.'.join(map(str, version))}"
         if reason is not None:
             self._warn(entry, f"{entry.op!r} has no effect: {reason}")
 

@@ -122,7 +122,7 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 
 
 def refuse_kernel(op: str) -> None:
-    """Raise OpListError for the name of a kernel, such as `aten::mm`. The message suggests the function that runs it.
+    """Raise OpListError for the name of a kernel, such as `aten::mm`. It suggests the function that runs it, if known.
 
     Recordings and profilers name kernels, so users copy these names into lists.
     """
@@ -144,7 +144,9 @@ def refuse_kernel(op: str) -> None:
 def _is_module_class(owner_name: str, name: str) -> bool:
     """Return whether a name, such as `LayerNorm` or `torch.nn.LayerNorm`, means one of torch's module classes."""
     may_be_module = owner_name in ("", "torch.nn") or owner_name.startswith("torch.nn.modules.")
-    return may_be_module and isinstance(getattr(torch.nn, name, None), type)
+    value = getattr(torch.nn, name, None)
+    # `torch.nn.Parameter` is a class, but not of modules
+    return may_be_module and isinstance(value, type) and issubclass(value, torch.nn.Module)
 
 
 def _suggest_op(op: str, name: str) -> str:
@@ -166,7 +168,7 @@ def get_names(op: str) -> tuple[str, ...]:
 def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
 
-    Operators have none. A twin that ends with `_out` takes the tensor that it writes to as an additional argument.
+    Operators have none. A twin that ends with `_out` has an additional first argument, the tensor that it writes to.
     """
     owner_name, name = key
     if name.endswith("_") or owner_name.partition(".")[0] != "torch":

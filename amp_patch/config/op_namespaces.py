@@ -92,7 +92,7 @@ ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in g
 OPERATORS = frozenset(name for name in ALIASES_OF if name.startswith("__")) | {SET_ITEM}
 
 # Functions that no list may name: a cast calls some of them, so their patches would call themselves for ever; others
-# compute nothing.
+# are not ops.
 NEVER_LISTED = frozenset(
     {
         *("load", "save", "compile", "to", "type", "type_as", "float", "double", "half", "bfloat16", "backward"),
@@ -100,7 +100,7 @@ NEVER_LISTED = frozenset(
     }
 )
 
-# Functions that read a tensor and return a number, a tuple, a list or a handle, so that casting the tensor is useless.
+# Functions of a tensor that return no tensor, so that casting the tensor is useless.
 _ACCESSORS = (
     "item tolist numpy size stride dim ndimension numel nelement element_size storage_offset storage storage_type",
     "untyped_storage data_ptr get_device dim_order sparse_dim dense_dim has_names retain_grad register_hook",
@@ -110,7 +110,7 @@ _ACCESSORS = (
 ACCESSORS = frozenset(name for row in _ACCESSORS for name in row.split())
 
 
-# Functions that create tensors, and take none. They have no dtype to cast.
+# Functions that create tensors from shapes, numbers or data. Their dtype is an argument, so nothing is cast.
 _FACTORIES = (
     "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye from_file",
     "from_numpy frombuffer full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn",
@@ -170,7 +170,7 @@ def _is_helper_of_torch(function: types.FunctionType, module_name: str) -> bool:
 
 @functools.cache
 def get_op_names() -> tuple[str, ...]:
-    """Return every name that a list may use for an op of this torch: bare names, then dotted ones, each sorted.
+    """Return the names for ops in `NAMESPACES` that a list may use: bare names, then dotted ones, each sorted.
 
     Private names of torch are left out.
     """

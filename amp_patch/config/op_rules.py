@@ -166,7 +166,7 @@ class OpRule(StrEnum):
 
     @property
     def is_casting(self) -> bool:
-        """Whether the rule casts or refuses arguments of any dtype."""
+        """Whether the rule casts or refuses arguments of at least one dtype."""
         return bool(self._effects)
 
     def describe(self, like: str = "") -> str:

@@ -274,8 +274,8 @@ class Policy:
     def get_max_attention_scores(self, device_type: str) -> int:
         """Return the largest number of attention scores (queries times keys) that are computed in float32, for speed.
 
-        0 if attention is never faster in float32 on this type of device. Of interest only if
-        `computes_in_float32(device_type)` is False; otherwise all attention is computed in float32.
+        0 if attention is never faster in float32 on this type of device, and under any `compute` but "auto". Of
+        interest only if `computes_in_float32(device_type)` is False; otherwise all attention is computed in float32.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":

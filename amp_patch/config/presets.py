@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +180,15 @@ def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
 def _parse_properties(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     """Return the values of the properties in `entries`, the mapping in the node `level` without `extends`."""
     parsers = Policy.get_preset_properties()
+    # `null` means no value, so it is an error for `loss_scale` and `compute`, which always have one
+    may_be_null = {declared.name for declared in fields(Policy) if not declared.default}
     result: dict[str, Any] = {}
     for name, node in entries.items():
         if name not in parsers:
             line, column = level.key_positions.get(name, (node.line, node.column))
             problem = f"unknown property {name!r} ({', '.join(parsers)}).{did_you_mean(name, parsers)}"
             raise PolicyError(problem, path, line, column)
-        if _is_null(node):
+        if _is_null(node) and name in may_be_null:
             result[name] = None
             continue
         try:

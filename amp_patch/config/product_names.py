@@ -1,6 +1,6 @@
 """The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
 
-On hardware without 16-bit instructions, a session computes both in float32, and rounds the results to 16 bits.
+On hardware without instructions for the low dtype, a session computes both in float32, and rounds the results.
 """
 
 import functools

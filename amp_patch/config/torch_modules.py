@@ -120,7 +120,7 @@ _KINDS = {"def": _AN_OP, "class": "a class"}
 def _classify(module_name: str, name: str) -> str:
     """Return `_AN_OP` for an op, else why it is none, such as "a class" or "a context manager".
 
-    Returns `_NOT_DEFINED` if the module has no such attribute, or has only imported it from elsewhere.
+    Returns `_NOT_DEFINED` if the module has no such attribute, or has imported it and does not list it in `__all__`.
     """
     module = sys.modules.get(module_name)
     if module is None:

@@ -48,7 +48,7 @@ _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 _MAX_DEPTH = 6
-"""The number of names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
+"""The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
 
 
 class Origin(NamedTuple):
@@ -107,8 +107,8 @@ class Flow:
     def find_dtypes(self, node: ast.expr | None, depth: int = 0) -> list[str]:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
-        For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for a dtype that
-        the script does not show. The list is empty for an expression that is no dtype, such as a device.
+        For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for further dtypes
+        that the script does not show. The list is empty if it shows none, as for a device.
         """
         if node is None or depth > _MAX_DEPTH:
             return []
@@ -191,7 +191,10 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values that a name may have: those assigned to it, and for an argument those passed for it."""
+        """Return the values that a name may have: those assigned to it, and those passed for it if it is an argument.
+
+        An attribute also has those of `_find_fields`.
+        """
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
         scope = self._scope_of(node)
@@ -254,7 +257,7 @@ class Flow:
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
     def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that a model or tensor may have when the node `at` runs, and what gave it each.
+        """Return the dtypes that a model or tensor may have when the node `at` runs, each with its node.
 
         Returns one `Origin` with the dtype "" if the script shows none.
         """

@@ -98,7 +98,9 @@ def _clips_by_name(script: Script, call: ast.Call) -> bool:
 
 
 def _knows_scaler(script: Script, call: ast.Call) -> bool:
-    """Return whether the called function may unscale gradients: it is given a scaler, or has "scal" in its source."""
+    """Return whether the called function may unscale gradients: it is given a scaler, Fabric or Accelerator, or has
+    "scal" in its source.
+    """
     if any("scal" in name.lower() or "fabric" in name or "accelerator" in name for name in names_in(call)):
         return True
     return any("scal" in ast.unparse(function) for function in _own_functions(script, call))

@@ -169,7 +169,7 @@ def trains_in_float32(script: Script) -> Iterator[Fault]:
     steps = any(script.is_optimizer(receiver) for _, receiver in script.method_calls("step"))
     first = next((call for call, _ in script.method_calls("backward")), None)
     if steps and first is not None:
-        message = "the script trains in the dtype of its weights: nothing in it casts"
+        message = "the script trains in the dtype of its weights: nothing in it casts to 16 bits"
         advice = (
             "Put torch.autocast around the model and the loss, or call amp.initialize. To see first what bfloat16 costs"
             f" and saves: amp-patch compare --everywhere {script.path}."

@@ -50,7 +50,7 @@ class ApexInstall:
 
     Attributes:
         kind: "none"; "with amp" or "without amp" for NVIDIA's; "stand-in" for amp_patch's; "other".
-        location: its folder; None if there is no package, or if it is only in memory.
+        location: its folder, or its file; None if there is no package, or if it is only in memory.
     """
 
     kind: str
@@ -193,7 +193,7 @@ def describe_malloc(device: Device, library: str, environment: Mapping[str, str]
     Args:
         device: the first device. On an accelerator, tensors do not use the memory of the C library.
         library: the name of the C library, such as "glibc".
-        environment: the environment variables; one of the two may be set already.
+        environment: the environment variables. If MALLOC_TRIM_THRESHOLD_ is set already, there is no advice.
     """
     if not device.name.startswith("cpu") or library != "glibc" or "MALLOC_TRIM_THRESHOLD_" in environment:
         return ""

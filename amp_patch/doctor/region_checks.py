@@ -102,8 +102,8 @@ def _is_old(script: Script, call: ast.Call) -> bool:
     """,
 )
 def float16_without_scale(script: Script) -> Iterator[Fault]:
-    """float16 has no numbers below 6e-8. Gradients below that become zero unless the loss is scaled, and their weights
-    are not trained.
+    """float16 has no positive numbers below 6e-8. Gradients nearer to zero become zero unless the loss is scaled,
+    and their weights are not trained.
     """
     has_disabled_scaler = _has_disabled_scaler(script)
     if "autocast" not in script.text or (_SCALES.search(script.identifiers) and not has_disabled_scaler):

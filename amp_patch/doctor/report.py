@@ -32,7 +32,7 @@ class Report:
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return a summary, the lines about the machine, and the findings.
+        """Return a summary, the lines about the machine (advice first of all), and the findings.
 
         Without `with_notes`, notes are only counted.
         """

@@ -38,7 +38,7 @@ class Finding:
     """An entry of the report: a message and advice, with the code of the rule and the location.
 
     Attributes:
-        line, column: counted from 1, in characters; None for a finding about the machine.
+        line, column: counted from 1, the column in characters; None for a finding about the machine.
         cell: in a notebook, the number of the code cell, from 1; `line` is then counted in the cell.
     """
 

@@ -81,7 +81,7 @@ def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: as
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
     """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's own
-    step uses gradients that are still multiplied by the scale, which starts at 65536, and inf.
+    step uses gradients that are still multiplied by the scale, which starts at 65536, and that may be inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:

@@ -1,6 +1,6 @@
 """`ScalerFlow`: the calls of a script on its GradScaler, and the order in which they run.
 
-The script is not run. So all answers are guesses from its text, and the rules report nothing where a guess is open.
+The script is not run. So all answers are guesses from its text. Rules report nothing if the text may mean otherwise.
 """
 
 import ast
@@ -191,7 +191,7 @@ class ScalerFlow:
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
     def meets_scaled_gradients(self, node: ast.AST) -> bool:
-        """Return whether a node runs between a scaled backward pass and its step, and nothing unscales before it."""
+        """Return whether a node runs between a scaled backward pass and its step, and nothing in between unscales."""
         for loss in self.scaled_backwards_and_callers:
             for step in self._steps_and_callers:
                 if not self.are_in_order(loss, node, step) or self.may_unscale_between(loss, node):

@@ -96,7 +96,10 @@ class Script(Tree):
 
     @cached_property
     def identifiers(self) -> str:
-        """The names, attributes, arguments and imports in the code, a line each. Comments and strings are left out."""
+        """The names, attributes, arguments and imports in the code, a line each.
+
+        Comments, strings and the names of `def` and `class` statements are left out.
+        """
         words = set[str]()
         for node in self.nodes:
             if isinstance(node, ast.Name):

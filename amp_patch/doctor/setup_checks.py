@@ -127,7 +127,7 @@ def _find_optimizer_params(name: str, value: ast.expr) -> ast.expr | None:
     """,
 )
 def initialize_in_loop(script: Script) -> Iterator[Fault]:
-    """amp_patch ignores a second call for the same model. Apex starts again from the initial loss scale."""
+    """amp_patch ignores a second call with the same arguments. Apex starts again from the initial loss scale."""
     for call in script.initializations:
         statement = script.parent_statement(call)
         loop = script.parent(statement)

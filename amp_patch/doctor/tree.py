@@ -62,7 +62,7 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. Code that never runs, such as the body of `if False:`, is removed."""
+    """The nodes of a module, with their parents. Arms that a constant test turns off (`if False:`) are removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):

@@ -29,7 +29,7 @@ def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     if not steps:
         return "there is no loss to compare with float32"
     losses, wanted = repaired.losses[:steps], plain.losses[:steps]
-    for run, values in (("in float32, too,", wanted), ("with the list,", losses)):
+    for run, values in (("in float32,", wanted), ("in 16 bits,", losses)):
         bad = next((number for number, loss in enumerate(values) if not math.isfinite(loss)), None)
         if bad is not None:
             return f"{run} the loss of step {bad} is {values[bad]}"

@@ -37,7 +37,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def applies(self, fault: FaultRecord, course: Course) -> bool:
-        """Return whether this is the cause of a fault. No diagnosis before this one in `DIAGNOSES` applies to it."""
+        """Return whether this is the cause of a fault to which no diagnosis before this one in `DIAGNOSES` applies."""
 
     @abc.abstractmethod
     def describe(self, fault: FaultRecord) -> str:
@@ -216,7 +216,7 @@ def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
 
 
 def _format_share(fault: FaultRecord) -> str:
-    """Return the share of the values that do not fit, as text."""
+    """Return the value with its share, such as "inf in 3.0% of the values"; the value alone if no share is known."""
     share = fault.origin.share
     if share is None:
         return str(fault.value)

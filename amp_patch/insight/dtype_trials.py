@@ -1,4 +1,4 @@
-"""Runs a call that raised again, with its operands in other dtypes: which of them would have worked?"""
+"""Repeats a call that raised an exception, with its operands in other dtypes, to find dtypes in which it works."""
 
 import contextlib
 import functools
@@ -19,10 +19,10 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 class Trial(Enum):
     """How the floating operands were cast."""
 
-    WIDEST = "widest"  # 16 bits and float32 to the widest dtype among these
+    WIDEST = "widest"  # 16 bits and float32 to the dtype that torch promotes them to
     FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
-    SINGLE = "single"  # all, also float64, to the widest of the other dtypes
+    SINGLE = "single"  # all, also float64, to the dtype that torch promotes the others to
     WEIGHT = "weight"  # all to the dtype that all weights among them have
     MODEL = "model"  # all to the dtype of a 16-bit model
     LOW = "low"  # float32 to 16 bits
@@ -67,7 +67,8 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
     """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why it raised.
 
     They are if the call raises the same exception again with the same dtypes, and works in one of the trials. It runs
-    on copies of the operands, without autograd. A call whose floating operands are all float64 is not tried.
+    on copies of the operands, without autograd. A call without floating operands, or with only float64, is not
+    tried.
 
     Args:
         weights: whether each operand is a weight.

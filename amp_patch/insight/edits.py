@@ -80,11 +80,11 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
         yield from _keep_low(low, spelling, place)
     if place.called_from is not None:
-        yield f"{place.called_from}: {CAST_METHODS[targets[changed[0]]]} on what it is passed"
+        yield f"{place.called_from}: {CAST_METHODS[targets[changed[0]]]} on the tensors that this line passes on"
         return
     written = _find_written(call, spelling)
     is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
-    is_attribute = "." in written  # a local name would no longer be the tensor that others hold
+    is_attribute = "." in written  # a new value of a local name would not reach other references to the tensor
     if is_attribute and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
         yield f"{place.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
@@ -138,7 +138,7 @@ class _Casting(ast.NodeTransformer):
     """Replaces expressions by others.
 
     Args:
-        casts: what takes the place of each text of the script.
+        casts: the replacement of each expression, by its text in the script.
     """
 
     def __init__(self, casts: dict[str, str]) -> None:
@@ -152,7 +152,7 @@ class _Casting(ast.NodeTransformer):
 
 
 def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
-    """Return the edit that replaces a whole call, if its line has a text more than once; "" if it need not or cannot.
+    """Return the edit that replaces a whole call, if its statement has one of the texts outside of it, too; else "".
 
     In `a.mm(x) + b.mm(x)`, the edit `x.float() in place of x` would cast both.
     """

@@ -52,7 +52,7 @@ CAST_METHODS = {
 """The call that casts a tensor to a dtype."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double"})
-"""Those of these methods that change the dtype."""
+"""The methods in `_PURE_METHODS` that cast."""
 
 
 class Source:
@@ -111,7 +111,7 @@ class Reader:
     """Reads the values of expressions in a frame.
 
     Args:
-        stand_in: the value of each call that cannot be read; None: UNKNOWN is.
+        stand_in: the value of each call, except those of `_PURE_METHODS` without keywords; None: it is UNKNOWN.
     """
 
     def __init__(self, frame: types.FrameType, stand_in: Tensor | None = None) -> None:

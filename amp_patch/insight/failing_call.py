@@ -184,7 +184,7 @@ class Levels:
 
 
 def name_of_call(levels: Levels) -> str:
-    """Return the name of the function that the user's line calls; "" if it is not known."""
+    """Return the name of the function that the user's line calls, else of the next call inside; "" if none is known."""
     return next((name for name, _ in levels.find_names()), "")
 
 
@@ -233,7 +233,7 @@ class FailingCall:
 def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCall]:
     """Yield the calls that may have raised an exception, the most likely first:
 
-    1. the op that torch's dispatcher ran, if a dispatch mode of this package was handling it;
+    1. the op that torch's dispatcher ran, if a dispatch mode of this package or of torch was handling it;
     2. the Python calls in the frames of `Levels.within`, from the innermost to the user's line;
     3. the call in the user's line once more, if an argument of it is itself the result of a call, as in `f(g(x))`. The
        frames do not hold such a result, so a tensor in the dtype of the latest result stands in for it.
@@ -260,7 +260,7 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
 
 
 def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
-    """Return the op that a dispatch mode of this package was running; None if the frame is of another mode."""
+    """Return the op that a dispatch mode was running; None if the frame has no variables `func` and `args` for it."""
     known = level.frame.f_locals
     function, args, kwargs = known.get("func"), known.get("args"), known.get("kwargs")
     if not isinstance(function, OpOverload) or not isinstance(args, tuple):

@@ -171,7 +171,7 @@ class FaultRecord:
         evidence: numbers that show the cause:
             `largest`: the largest finite magnitude among the inputs; NaN if unknown.
             `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
-            float32 does not hold it, or if it was not computed.
+            float32 does not hold it, or if it was not computed; NaN if a part of it is NaN there, too.
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
             `trail`: the ops before it, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.

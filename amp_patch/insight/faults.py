@@ -1,4 +1,4 @@
-"""`FaultFinder`: finds the first value that does not fit, the op that made it, and the evidence for its cause.
+"""`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
 A value fits if it is finite. The inputs of an op are read only if its result does not fit. If they are finite, the
 fault is in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed
@@ -41,7 +41,7 @@ from .tensors import (
 from .written import Written, find_trail, shorten_node
 
 _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scaled_dot_product_")
-"""Ops to which scripts pass masks with -inf. They return NaN if a whole row is -inf."""
+"""Ops to which scripts pass masks with -inf. Most of them return NaN if a whole row is -inf."""
 
 
 class _Input(NamedTuple):
@@ -72,10 +72,10 @@ class _Output(NamedTuple):
 
 
 class FaultFinder:
-    """Looks at every op, in order. It reads values on the host, so on a GPU the host waits for each op.
+    """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for each op.
 
     Args:
-        underflow: the share of values, from 0 to 1, that may be zero in 16 bits and not in float32; None: any.
+        underflow: of the values that are not zero in float32, the share (0 to 1) that 16 bits may make zero; None: any.
         ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
@@ -120,7 +120,7 @@ class FaultFinder:
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of an op, with copies of those that the op reads and then writes."""
         written = overload.written
-        # Ops in bulk are never computed a second time, so they need no copies.
+        # Foreach and fused ops (`is_in_bulk`) are never computed a second time, so they need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
         # An input that is a view of a written tensor changes with it, so it is copied as well.
@@ -165,7 +165,7 @@ class FaultFinder:
         is_bad = not all(math.isfinite(written.largest) for written in made)
         if is_bad or self._underflow is not None or self.repair.is_under_way:
             with current.without_casts():  # the ops below read values, and no list may act on them
-                # Before the checks, since it drops twins of outputs, and a check may make one.
+                # Before the checks: `follow` drops old twins (see `repair`) of outputs, and a check may make a new one.
                 self.repair.follow(op, call, made, forward)
                 for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
                     self._check(_Output(op, index, tensor, written, forward), call)
@@ -216,7 +216,7 @@ class FaultFinder:
         return written
 
     def _find_name(self, storage: int) -> str:
-        """Return the name of the parameter or buffer in a storage, "" for another tensor."""
+        """Return the name of the parameter, buffer or gradient in a storage, "" for another tensor."""
         for name, tensor in name_tensors(self._session.models()):
             if storage_of(tensor) == storage:
                 return name
@@ -353,7 +353,7 @@ class FaultFinder:
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
         """Compute an op in float32 if it ran in 16 bits, and then also without the rounding of the ops before it.
 
-        `exact` is None if float32 makes none of the values finite that are not.
+        `exact` is None if no inf or NaN of the output is finite in float32.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -367,7 +367,7 @@ class FaultFinder:
         return Blame(exact)  # if only some are finite, a later op may mask the rest
 
     def _check_zeros(self, output: _Output, call: OpCall, underflow: float) -> None:
-        """Enter a fault if a larger share of an output than `underflow` is zero, and is not zero in float32."""
+        """Enter a fault if, of the values that are not zero in float32, a larger share than `underflow` is zero."""
         tensor, op = output.tensor, output.op
         if tensor.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
@@ -473,11 +473,11 @@ def name_value(is_nan: bool) -> Value:
 
 
 def none_if_inf(largest: float) -> float | None:
-    """Return None for inf: records have no number where float32 holds none."""
+    """Return None for inf: records have no number where float32 holds none. NaN stays."""
     return None if math.isinf(largest) else largest
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
-    """Return whether an op was given inf and gives inf, or NaN and NaN. NaN from inf is a mistake of the script."""
+    """Return whether an op was given inf as a number and gives inf, or NaN and gives NaN. NaN from inf is a fault."""
     is_alike = math.isnan if math.isnan(largest) else math.isinf
     return any(isinstance(value, float) and is_alike(value) for value in (*op.args, *op.kwargs.values()))

@@ -1,4 +1,4 @@
-"""`FlightRecord`: the magnitudes of one module over the sampled steps of a training."""
+"""`FlightRecord`: the magnitudes of a module, a value or the loss scale over the sampled steps of a training."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +19,7 @@ class FlightKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """The samples of one module, oldest first. Steps in which it did not run have no sample.
+    """The samples of one module, value or loss scale, oldest first. Steps in which it did not run have no sample.
 
     Attributes:
         subject: OUTPUT: all floating tensors that `forward` returns; GRADIENT: the gradients of the module's own
@@ -28,9 +28,10 @@ class FlightRecord:
         name: the qualified name of the module, "" for the model itself; or the name of the value.
         dtype: the short name of the dtype at the last sample.
         steps: the numbers of the steps, from 0.
-        largest: the largest magnitude in each step; inf or NaN if there was one. Of all calls of a module in the step.
-        zeros: the share of zeros in at most 512 values that are spread over the tensor, in the last call of the step.
-        near: the share of these values beyond `NEAR`.
+        largest: the largest magnitude in each step, over all calls of the module; inf or NaN if there was one.
+        zeros: the share of zeros in at most 512 values that are spread over the first tensor of the step, or over each
+            gradient of the module.
+        near: the share of these values whose magnitude is at least `NEAR`.
         low: the short name of the 16-bit dtype that the sampled steps used; "" without one.
     """
 

@@ -1,7 +1,7 @@
 """Writes records as JSON, and reads them back.
 
-A field whose type is a dataclass is a part of its record. Its own fields are keys of the record in JSON. A field that
-`absent` declares is None in Python and has another value in JSON.
+A field whose type is a dataclass is a part of its record. Its own fields are keys of the record in JSON. The None of a
+field that is declared with `absent` has another value in JSON.
 """
 
 import json
@@ -21,7 +21,7 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""Bytes of a line. A longer line is refused, so that a file without line ends is never read into memory."""
+"""Bytes of a line. A longer line is refused, so that a file without line ends is not read whole."""
 
 MAX_INT = 1 << 63
 """Integers in a file have smaller magnitudes."""
@@ -30,8 +30,9 @@ MAX_INT = 1 << 63
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
     """Yield the data of each line of a file, and its record; None for a kind that `kinds` does not have.
 
-    `kinds` has the class of each kind. The file need not be trusted: each value has the type of its field, and control
-    characters in texts, which a terminal would execute, are escaped. Raises RecordError for a file of other lines.
+    `kinds` has the class of each kind. The file need not be trusted: each value of a record has the type of its field,
+    and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a file of
+    other lines.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end

@@ -53,7 +53,7 @@ def _note_avoidable(recording: Recording) -> Iterator[str]:
 
 
 def _note_changes(recording: Recording) -> Iterator[str]:
-    """Yield a line for each op that ran under a rule of torch's autocast which differs between versions of torch."""
+    """Yield a line for each op that ran and whose rule, in a list of torch's autocast in use, torch has changed."""
     ran = {op.op for op in recording.ops}
     lists = {op.entry.partition(".yaml:")[0] for op in recording.ops if op.entry.startswith(_AUTOCAST)}
     for name in sorted(lists.intersection(config.shipped.shipped_names())):

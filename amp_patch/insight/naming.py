@@ -45,7 +45,10 @@ class ModuleStack:
             handle.remove()
 
     def here(self) -> str:
-        """Return the name of the innermost module that is running in this thread, "" outside of all modules."""
+        """Return the name of the innermost module that is running in this thread.
+
+        It is "" outside of all modules, and for a single model itself.
+        """
         running = self._find_running()
         return running[-1][1] if running else ""
 
@@ -55,7 +58,7 @@ class ModuleStack:
         return known[1] if known is not None and known[0] is module else None
 
     def module_here(self) -> nn.Module | None:
-        """Return the innermost module that is running in this thread."""
+        """Return the innermost module that is running in this thread; None outside of all modules."""
         running = self._find_running()
         return running[-1][0] if running else None
 
@@ -75,7 +78,8 @@ class ModuleStack:
     def _find_running(self) -> list[tuple[nn.Module, str]]:
         """Return the running modules.
 
-        While a checkpoint recomputes during backward, no hook runs: then this returns the module that is recomputed.
+        While a checkpoint in a backward pass recomputes code of a module, no hook has entered that module: then this
+        returns it alone.
         """
         running = self._entered()
         if not running and get_current_node() is not None:

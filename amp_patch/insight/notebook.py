@@ -1,4 +1,4 @@
-"""Shows recordings, faults and comparisons in `print` and in notebooks: as plain tables, without style or script."""
+"""Shows recordings, faults, exceptions and comparisons: in `print`, and in notebooks as tables without style."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +17,7 @@ from .text import OP_COLUMNS, choose_forward, describe_recording, entitle_record
 from .trouble_record import format_trouble
 
 ROWS = 200
-"""The most rows of ops that are shown."""
+"""The most rows of ops that a notebook shows."""
 
 
 @display.as_text.register
@@ -65,7 +65,7 @@ def _name_recording(recording: Recording) -> str:
 
 @display.as_html.register
 def _show_recording(recording: Recording) -> Markup:
-    """Return the runs of a comparison; else the faults of a recording, or its ops if it has no faults."""
+    """Return the runs of a comparison; else the faults of a recording, else its ops, exceptions or samples."""
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
     faults = recording.faults

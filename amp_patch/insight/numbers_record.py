@@ -12,7 +12,8 @@ class OptimizerRecord:
         number: the number of the optimizer, in the order of first steps.
         type: the name of its class.
         group: the number of the parameter group.
-        settings: `name=value` for each setting of the group that is a number, text, or a tuple of numbers; sorted.
+        settings: `name=value` for each setting of the group that is a number, text, None, a sequence of these, or a
+            tensor of one element; sorted.
     """
 
     kind: ClassVar[str] = "optimizer"
@@ -27,14 +28,15 @@ class OptimizerRecord:
 class ModuleNumbersRecord:
     """Numbers of a module that has parameters of its own, or no submodules.
 
-    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with signs that depend on the shape alone.
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with random signs, the same in each run.
     The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
         module, type: the qualified name, and the name of the class.
         weights: the sketch of the parameters before the first step.
-        output, dtype: the sketch of the first floating tensor in the output of the first call, and its dtype.
+        output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
+            dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.
         update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None
             without such a step.
@@ -56,7 +58,7 @@ class ModuleNumbersRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepNormsRecord:
-    """L2 norms over all parameters, a value for each step of an optimizer, in the order of steps.
+    """L2 norms over all parameters of an optimizer, a value for each step of each optimizer, in the order of steps.
 
     Attributes:
         gradients, updates: the norms of the unscaled gradients, and of the changes of the parameters.
@@ -69,4 +71,4 @@ class StepNormsRecord:
 
 
 SKETCH = 16
-"""The number of values of a sketch: it estimates the norm of a difference within a factor of 1.4 in 95 of 100 cases."""
+"""The number of values of a sketch: it estimates the norm of a difference within a factor of 1.4 in 93 of 100 cases."""

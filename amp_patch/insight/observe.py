@@ -4,7 +4,8 @@ A cover around each function that the session patched sees the call: its name, t
 the arguments. A dispatch mode below sees the tensors that the kernels get. The call is on a stack while its cover runs.
 Autograd numbers the nodes that the call makes, and these numbers assign the ops of the backward pass to the call.
 
-No tensor is kept or read, so a recorded run computes the same results as without a recording.
+The observer itself keeps and reads no tensor; a `FaultFinder` and a `QuietWatch` read them, and change none. So a
+recorded run computes the same results as without a recording.
 """
 
 import threading
@@ -60,7 +61,7 @@ class FailedIn(NamedTuple):
     """Where an op ran that raised an exception.
 
     Attributes:
-        forward: the call of the forward pass whose backward pass ran; None in a forward pass.
+        forward: the call of the forward pass whose backward pass ran; None in a forward pass, or if it is unknown.
         is_reached: whether lists and rules for modules act there.
     """
 
@@ -140,7 +141,7 @@ class Observer:
             self._below.__enter__()
 
     def find_module(self) -> str:
-        """Return the name of the innermost module that is running in this thread, "" outside of all modules."""
+        """Return the name of the innermost module that is running in this thread: see `ModuleStack.here`."""
         return self._running.here()
 
     def end_step(self) -> None:
@@ -217,7 +218,10 @@ class Observer:
     # ---- from below --------------------------------------------------------------------------------------------------
 
     def note(self, op: Op) -> OpCall | None:
-        """Note an op that torch has dispatched in this thread. Return its call; None for an op of amp."""
+        """Note an op that torch has dispatched in this thread. Return its call.
+
+        Returns None for an op of amp, and for one that computes nothing.
+        """
         self.has_seen = True
         overload, calls = op.overload, self._local.calls
         number = None
@@ -362,7 +366,7 @@ class Observer:
     def _is_recomputing(self) -> bool:
         """Return whether autograd runs a forward again, for a checkpoint.
 
-        A graph is being built then. In a backward pass it is only if the gradient itself is differentiated.
+        Gradients are enabled then. In a backward pass itself, they are enabled only with create_graph=True.
         """
         return torch.is_grad_enabled() and (bool(self._running.here()) or is_under_checkpoint())
 

@@ -54,13 +54,15 @@ _KERNELS = {
     "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
     "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
 }
-"""The op of each kernel that alone computes one. An op on no list is named after its kernel, so an op that leaves a
-list would else seem to vanish.
+"""Kernels that compute a whole op, with the name of that op. An op on no list is named after its kernel, so an op that
+leaves a list would else seem to vanish.
 """
 
 
 def strip_spelling(op: str) -> str:
     """Return the plain name of an op: without its owner, the marks of an operator, and the `_` of an op in place.
+
+    For a kernel that computes a whole op, it is the name of that op.
 
     `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul";
     `F.layer_norm` and `aten.native_layer_norm` are "layer_norm".
@@ -78,7 +80,8 @@ def strip_spelling(op: str) -> str:
 def find_constants(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], function: Callable[..., Any] | None = None
 ) -> tuple[str, ...]:
-    """Return the floats and words among the arguments of an op, its integers if it computes with them, and its flags.
+    """Return the floats and words among the arguments of an op, its integers if it computes with them, and its flags if
+    they are True and passed by name.
 
     Words are for example a reduction and the approximation of an activation. The equation of an einsum is no constant,
     since its letters mean nothing. Defaults of `function` are left out: modules pass them, and scripts often do not.

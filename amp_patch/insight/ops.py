@@ -11,7 +11,16 @@ from torch import Tensor
 
 from ..casting import cast_tree
 from ..dtypes import LOW_DTYPES
-from ..torch_dispatch import ALIASES, COMPUTES_NOTHING, COPIES, OVERWRITES, clone, find_written, is_mutable
+from ..torch_dispatch import (
+    ALIASES,
+    COMPUTES_NOTHING,
+    COPIES,
+    OVERWRITES,
+    clone,
+    find_written,
+    get_argument_names,
+    is_mutable,
+)
 from .tensors import floating_in, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops compute nothing
@@ -37,7 +46,8 @@ class Overload(NamedTuple):
         is_copy: whether it copies, perhaps to another dtype.
         is_silent: whether it computes no number, like a view or an empty tensor.
         is_alias: whether its result has the storage of an argument.
-        is_in_bulk: whether it works on lists of tensors, or is not one of `aten`, such as an op between processes.
+        is_in_bulk: whether it is a foreach or fused op, as optimizers use, or not one of `aten`, such as an op between
+            processes.
         written: positions of the arguments that it writes.
         is_overwriting: whether it only writes its first argument, and does not read it.
         moves_statistics: whether it writes running statistics, which it does not return.
@@ -90,7 +100,8 @@ class Op(NamedTuple):
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments and its result.
-        before: its arguments, with copies from before the call of those that it reads and then writes.
+        before: its arguments, with copies from before the call of those that it reads and then writes; without a
+            `FaultFinder`, the arguments themselves.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 
@@ -121,20 +132,30 @@ class Op(NamedTuple):
 
 
 def is_reduction(op: Op) -> bool:
-    """Return whether an op computes a sum or a mean. Loss functions compute either."""
+    """Return whether an op computes a sum or a mean. Loss functions count, whatever their `reduction`."""
     return op.overload.name in ("sum", "mean") or op.overload.name.startswith(_LOSSES)
 
 
 def find_factor(op: Op, output: Tensor) -> float:
-    """Return the factor between the mean of the input of an op and its output: for a sum, the number of its terms."""
+    """Return the factor between the mean of the input of an op and its output.
+
+    It is the number of terms of a sum, the magnitude of a number that `mul` multiplies by, its inverse for `div`, and 1
+    for other ops.
+    """
     name, args = op.overload.name, op.args
-    if name == "sum" or (name.startswith(_LOSSES) and _SUMMED in args[2:]):
+    if name == "sum" or (name.startswith(_LOSSES) and _find_reduction(op) == _SUMMED):
         return float(args[0].numel() / output.numel())
     if name in ("mul", "div") and len(args) > 1:
         factor = args[1].item() if isinstance(args[1], Tensor) and args[1].numel() == 1 else args[1]
         if isinstance(factor, (int, float)) and factor and math.isfinite(factor):
             return abs(factor) if name == "mul" else 1 / abs(factor)
     return 1.0
+
+
+def _find_reduction(op: Op) -> int | None:
+    """Return the number of the argument `reduction` of a loss function; None if it is not passed."""
+    arguments = dict(zip(get_argument_names(op.function), op.args, strict=False)) | op.kwargs
+    return arguments.get("reduction")
 
 
 def run_in_float32(op: Op) -> Op | None:

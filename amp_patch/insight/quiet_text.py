@@ -84,7 +84,7 @@ def _describe_cancelled(lost: QuietRecord) -> str:
 
 def _describe_zero(lost: QuietRecord) -> str:
     zero = None if lost.kept is None else 1 - lost.kept
-    return f"{_percent(zero)} of the gradients are zero, and float32 holds them"
+    return f"{_percent(zero)} of the gradients are zero, and this call made most of its own zero, unlike in float32"
 
 
 def _describe_stale(lost: QuietRecord) -> str:

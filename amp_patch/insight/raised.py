@@ -77,8 +77,8 @@ class Scene:
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
     """Return the record of an exception; None if neither dtypes nor the use of a GradScaler explain it.
 
-    Runs calls again that may have raised it. Without a record, it goes on with the exception for which the script
-    raised this one.
+    Runs calls again that may have raised it. If they explain nothing, it looks at the exception that led the script to
+    raise this one, and so on.
     """
     seen: set[int] = set()
     reason: BaseException | None = error

@@ -29,7 +29,7 @@ class OperandOrigin(Word):
     RULE = "rule"  # of a list, a module rule or a level
     CAST = "cast"  # of the script
     OP = "op"  # an op that made it so, such as torch.zeros
-    WEIGHT = "weight"  # a parameter or buffer
+    WEIGHT = "weight"  # a parameter, a buffer or a gradient
     INPUT = "input"  # made before the recording began, or outside of torch
     UNKNOWN = "unknown"
 
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
         module, site: the module and the line of that op. For an input, the line of the frame with the variable.
         rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
             the op took; "" for none.
-        entry: the place of the rule; "" without one.
+        entry: the place of the rule, or the level that cast the model; "" without one.
     """
 
     name: str

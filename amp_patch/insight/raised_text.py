@@ -24,7 +24,7 @@ def format_raised(raised: RaisedRecord, run: RunRecord | None) -> str:
 
 
 def entitle_raised(raised: RaisedRecord) -> str:
-    """Return the first line of an exception: the step, and its class."""
+    """Return the first line of an exception: its step, phase and class."""
     title = f"step {raised.step}, {raised.phase}: the script raised {raised.error}"
     if raised.rank:
         return f"rank {raised.rank}, {title}"
@@ -91,7 +91,9 @@ def _describe_weight(operand: Operand) -> str:
         return f"{text}, cast by {operand.rule}"
     if operand.rule:
         return f"{text}, cast by {operand.entry} ({operand.rule})"
-    return text if operand.dtype == "f32" else f"{text}, which had this dtype when the script first called the model"
+    if operand.dtype == "f32" or text == operand.made_by:  # a gradient has the dtype of its weight
+        return text
+    return f"{text}, which had this dtype when the script first called the model"
 
 
 def _describe_input(operand: Operand) -> str:

@@ -1,4 +1,4 @@
-"""`Recent`: keeps the last ops of a step, and finds those whose rounding to 16 bits made a later result not fit."""
+"""`Recent`: keeps the last ops of a step, and finds those whose rounding made a later result not fit into 16 bits."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -90,8 +90,8 @@ class Recent:
     def find_blame(self, op: Op, index: int) -> Blame | None:
         """Return the ops before an op whose rounding makes its result not fit; None if none are to blame.
 
-        Computes the op again after all kept ops that it depends on, in float32. If the result fits, the blame goes to
-        as few of them as give this result within a tenth: the last ones, without those that do not matter.
+        Computes the op again after all kept ops that it depends on, in float32. If the result is finite, the blame goes
+        to as few of them as give this result within a tenth: the last ones, without those that do not matter.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -146,7 +146,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the numbers among the arguments of an op that become zero in the dtype of its result."""
+    """Return the positional arguments of an op that are numbers and become zero in the dtype of its first result."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
     numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
     return [number for number in numbers if 0 < number <= tiny]

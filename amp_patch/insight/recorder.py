@@ -36,7 +36,7 @@ class Recorder(Probe):
 
     Args:
         first, last: numbers of steps from 0; None: until `stop`.
-        on_end: called when the last of these steps has ended.
+        on_end: called when the last of these steps has ended, or a later one if no session was open before.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
 
@@ -97,7 +97,10 @@ class Recorder(Probe):
             self._observe(session)
 
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
-        """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
+        """Explain an exception that has left the script, and return its record.
+
+        Returns None if dtypes or a GradScaler do not explain it, if nothing is observed, or after the first record.
+        """
         observer, session = self._observer, self._session
         if observer is None or session is None or self._raised:
             return None
@@ -109,7 +112,7 @@ class Recorder(Probe):
         return record
 
     def session_closing(self, session: Session) -> None:
-        """Stop, since no cover may be on patches that the session removes."""
+        """Stop first, since the observer wraps patches that the session is about to remove."""
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
@@ -137,7 +140,7 @@ class Recorder(Probe):
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Go on after a step that an exception ended."""
+        """Note a loss. Go on observing if an exception has ended the last step."""
         if self._observer is not None:
             self._observer.go_on()
             self._scalers.note_loss(loss)
@@ -157,8 +160,9 @@ class Recorder(Probe):
         self.run = describe_run(session)  # the low dtype of autocast is known once it is entered
         if self._is_in_window():
             is_at_hand = session.device_type == "cpu"  # on other devices the host would have to wait
-            skipped = session.is_skipped(optimizer) if is_at_hand else None
-            scales = session.stats(wait=is_at_hand).loss_scales
+            with self.looking_away():
+                skipped = session.is_skipped(optimizer) if is_at_hand else None
+                scales = session.stats(wait=is_at_hand).loss_scales
             self._steps.append(StepRecord(self._folding.step, skipped, scales))
             self._folding.step += 1
         self._count += 1
@@ -181,8 +185,20 @@ class Recorder(Probe):
         """Note why GradScaler has raised an exception."""
         self._scalers.note_refusal(misuse, self._count)
 
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Context manager: do not look at the ops of the block, which are not the script's."""
+        if self._observer is None:
+            yield
+            return
+        self._observer.pause()
+        try:
+            yield
+        finally:
+            self._observer.go_on()
+
     def stop(self) -> None:
-        """Record nothing more. Harmless twice."""
+        """Stop recording. Harmless twice."""
         self._observer = None
         for observer in self._observers:
             observer.stop()
@@ -245,13 +261,13 @@ def describe_run(session: Session) -> RunRecord:
 
 
 def make_empty_run() -> RunRecord:
-    """Return the record of a run without a session, as long as there is none."""
+    """Return the record of a run in which no session is open yet."""
     return RunRecord(torch.__version__, "", AS_IS, "", (), "", find_rank() or 0, is_native=True)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Record all ops that run in the block, with a session or without one, with `torch.autocast` or without it.
+    """Record the ops that run in the block, except in optimizer steps, with or without a session or `torch.autocast`.
 
     The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
     recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
@@ -303,7 +319,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
 
 
 def note_raised(recorder: Recorder, error: Exception) -> None:
-    """Add to an exception what explains it, as a note that stands below its traceback."""
+    """Explain an exception in a note, which Python prints below its traceback, if there is an explanation."""
     raised = recorder.note_raised(error)
     if raised is not None:
         error.add_note(format_raised(raised, recorder.run))

@@ -117,7 +117,7 @@ class Recording:
 
     @property
     def quiet(self) -> list[QuietRecord]:
-        """What 16 bits lose although every value is finite."""
+        """The quiet losses: values that 16 bits lose although all of them are finite."""
         return self.of(QuietRecord)
 
     @property
@@ -151,7 +151,7 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError, with the line, for any other file."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file."""
         run: RunRecord | None = None
         records: list[Record] = []
         declared, lines = None, 0

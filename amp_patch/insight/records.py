@@ -1,4 +1,7 @@
-"""Records of runs, but for faults: frozen dataclasses, each a line of JSON in the file of a recording."""
+"""Records of runs, comparisons and searches: frozen dataclasses, each a line of JSON in the file of a recording.
+
+Records of faults, misuses, exceptions and flight recorders have modules of their own.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -113,7 +116,7 @@ class UndoneCastRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The end of a step: its loss scales, and whether it was skipped; None if the host does not know yet."""
+    """The end of a step: its loss scales, and whether it was skipped (None if the host does not know yet)."""
 
     kind: ClassVar[str] = "step"
 
@@ -193,7 +196,7 @@ class CurveRecord:
         run, seed: the name of the run, and its seed.
         losses, scales: the loss of each step, and the smallest loss scale at its end.
         skipped: numbers of the skipped steps.
-        ms: the median time of a step.
+        ms: the median time of a step, in milliseconds.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
         is_frozen: whether this is the run of the reference whose weights are put back after each step.
         batches: the calls of the module that is called first in each step, up to the end of the last step.

@@ -9,14 +9,14 @@ from .fault_record import FaultRecord, Word
 from .records import RunRecord
 
 RULES_ON_A_LINE = 2
-"""More rules for modules than these stand on a line each."""
+"""The most rules for modules that share a line. If there are more, each has its own line."""
 
 
 class RemedyKind(Word):
     """The part of a training that a remedy changes."""
 
     LIST = "list"  # the dtype in which ops or modules run
-    WEIGHTS = "weights"  # the weights that came in; if float32 holds them, the dtype of their module
+    WEIGHTS = "weights"  # 16-bit weights that are inf or NaN; if float32 holds them, the dtype of their module
     SUM = "sum"  # the reduction of the loss from a sum to a mean, or the loss scale
     SCALE = "scale"  # the loss scale
     STEP = "step"  # the optimizer, or the level

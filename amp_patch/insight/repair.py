@@ -35,8 +35,8 @@ class Needs(NamedTuple):
         scale: the largest loss scale, a power of two, under which all gradients fit once `culprits` run in float32.
             None if the scale does not matter. It is below 1 only if there are no culprits.
         is_scale_enough: whether all gradients fit under this scale even without the culprits.
-        fitting: the largest loss scale under which all gradients fit without the culprits; None if all fit already, or
-            if values of the forward pass do not fit.
+        fitting: the largest loss scale under which all gradients fit without the culprits; None if no gradient bounds
+            it, or if values of the forward pass do not fit.
         scale_of_zeros: the smallest loss scale under which the share of gradients that are zero is as small as allowed,
             but not above `scale`; None if the present scale is large enough.
     """
@@ -261,7 +261,7 @@ def _is_product(culprit: Culprit) -> bool:
 
 
 def _is_too_large(pair: _Pair) -> bool:
-    """Return whether the twin of a tensor is too large for the tensor's dtype (for float16, if that is a wider one)."""
+    """Return whether the twin of a tensor is too large for the tensor's dtype; for float16 if the tensor is wider."""
     tensor, twin = pair
     limit = LARGEST.get(short(tensor.dtype), LARGEST["f16"])
     return read_largest_number(twin) > limit

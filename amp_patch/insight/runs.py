@@ -1,6 +1,6 @@
 """Runs a training under a probe. The training is a function here; `amp_patch.cli.scripts` runs scripts.
 
-This module imports no torch: the script that runs imports torch itself.
+Importing this module does not import torch: the script that runs imports it.
 """
 
 import abc
@@ -35,7 +35,7 @@ class Run:
         settings: settings that override the script's own.
         seed: the seed of random, numpy and torch when the run begins; None leaves them alone.
         name: the name of the folder that keeps the files which a script writes; "" keeps none.
-        in_float32: whether the script gets float32 wherever it asks for a 16-bit dtype.
+        in_float32: whether the script gets float32 where it asks for a 16-bit dtype.
     """
 
     probe: str
@@ -135,7 +135,7 @@ def may_depend_on_dtype(error: RunFailedError) -> bool:
 
 
 def observes_ops(run: Run) -> bool:
-    """Return whether the probe that a run names observes every op. Imports no torch."""
+    """Return whether ops are observed in all steps: an armed run observes those of repeated steps. Imports no torch."""
     return not run.probe.startswith("arming.")
 
 
@@ -156,7 +156,7 @@ def seed_when_imported(seed: int) -> None:
 
 
 class _EnoughSeenError(BaseException):
-    """Leaves the function that trains. It is no Exception, so the function does not handle it."""
+    """Leaves the function that trains. It is no Exception, so `except Exception` does not catch it."""
 
 
 def check_function(function: object, name: str) -> None:
@@ -171,9 +171,9 @@ def check_function(function: object, name: str) -> None:
 def check_count(number: object, name: str, least: int = 1) -> None:
     """Raise ArgumentTypeError unless `number` is a whole number, and ArgumentValueError if it is below `least`."""
     if not isinstance(number, int):
-        raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {max(least, 1)} or more")
+        raise ArgumentTypeError(f"{name}={number!r} is not a whole number: pass {least} or more")
     if number < least:
-        raise ArgumentValueError(f"{name}={number!r} must be at least {least}: pass {max(least, 1)} or more")
+        raise ArgumentValueError(f"{name}={number!r} must be at least {least}: pass {least} or more")
 
 
 def check_names(names: object, name: str) -> None:
@@ -183,7 +183,7 @@ def check_names(names: object, name: str) -> None:
 
 
 class FunctionRunner:
-    """Runs a function without arguments that makes its model, calls `amp.initialize` and takes steps.
+    """Runs a function without arguments that makes its model, opens a session or enters `torch.autocast`, and trains.
 
     The session that the function leaves open is closed. Raises SessionError if a session is in force.
     """

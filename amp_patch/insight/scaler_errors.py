@@ -125,8 +125,8 @@ class ScalerErrors:
                     f"the loss at {loss.site} depends on no parameter this time: it is a constant, while earlier losses"
                     " were of the model"
                 ],
-                f"neither {loss.site} nor this step for a batch that adds nothing to the loss (if not"
-                " loss.grad_fn: continue), or a loss that is 0 * output.sum() then",
+                f"for a batch that adds nothing to the loss, skip {loss.site} and this step (if not loss.grad_fn:"
+                " continue), or make the loss 0 * output.sum()",
             )
         if loss.trains_nothing:
             return (

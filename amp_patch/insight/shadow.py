@@ -1,9 +1,9 @@
 """`Shadow`: measures in a run in float32 the errors that ops would have in 16 bits.
 
-Each op runs a second time, on inputs that are rounded to 16 bits. It runs in 16 bits, so that the error of its kernel
-counts, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and their results
-are rounded: products, which add in float32 on every device, and ops without a 16-bit kernel on this device. The error
-is kept until the backward pass, where the gradient of the result shows how much the error matters.
+Each op that can be repeated runs a second time, on inputs that are rounded to 16 bits. It runs in 16 bits, so that the
+error of its kernel counts, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead,
+and their results are rounded: products, which add in float32 on every device, and ops without a 16-bit kernel on this
+device. The error is kept until the backward pass, where the gradient of the result shows how much the error matters.
 """
 
 import contextlib
@@ -65,9 +65,10 @@ class _LowCall:
         self._inputs = list(low.values())
 
     def find_backward_error(self, gradient: Tensor) -> float:
-        """Return the relative error (L2) of the gradients of all inputs if the backward pass runs in 16 bits.
+        """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
-        All gradients count together: one may be zero but for rounding, as for the bias of keys in attention.
+        Gradients that are not finite in 16 bits do not count. The others count together: one may be zero but for
+        rounding, as for the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
@@ -130,7 +131,7 @@ class Shadow:
         return result
 
     def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
-        """Return the results of a function from rounded inputs. Comes before the call, which may write its arguments.
+        """Return the results of a function from rounded inputs. Run it before the call, which may write its arguments.
 
         Returns None for a function whose second call would differ.
         """

@@ -13,5 +13,5 @@ EPS = {"f16": 2.0**-10, "bf16": 2.0**-7}
 
 
 def spell_out(dtype: str) -> str:
-    """Return `float16` for "f16". Names of dtypes that are not floating stay as they are."""
+    """Return `float16` for "f16". Other names, such as "i64", stay as they are."""
     return _LONG.get(dtype, dtype)

@@ -97,14 +97,14 @@ def find_site() -> Site:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether code in a file is neither torch's nor of this package. Other packages count as the user's."""
+    """Return whether a file is the user's, or of a package other than torch and this one. Generated code is neither."""
     return _find_role(file) is None
 
 
 def names_dtype() -> bool:
     """Return whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`.
 
-    Other lines cast to the dtype of a tensor. Returns True if there is no such line.
+    Other lines may cast to the dtype of a tensor. Returns True if the code has no line of the user.
     """
     caller = find_caller()
     if not caller.file:
@@ -114,7 +114,7 @@ def names_dtype() -> bool:
 
 
 def find_low_lines(file: str) -> list[str]:
-    """Return the lines of a file that name a 16-bit dtype, but for regions of autocast."""
+    """Return the lines of a file that name a 16-bit dtype, but not autocast."""
     lines = enumerate(linecache.getlines(file), 1)
     return [
         describe_line(file, number)

@@ -76,7 +76,7 @@ class StepFaults:
         session: the session that ran it.
         finder: knows the values of the step.
         seen: the observations in this step.
-        has_grown: whether the loss or the largest weight has grown without bound since the run began.
+        has_grown: whether the loss or the largest weight has grown so much that the training has diverged.
     """
 
     def __init__(self, session: Session, finder: FaultFinder, seen: SeenInStep, *, has_grown: bool) -> None:
@@ -236,8 +236,8 @@ def _of_weight(fault: FaultRecord) -> Culprit:
 def _is_harmless(fault: FaultRecord) -> bool:
     """Return whether a fault has reached neither loss nor gradients, and is not worth a report.
 
-    It is not if float32 would have it, too, as in the logarithm of a mask, or if rounding in the backward pass led to
-    it.
+    It is not worth one if float32 would have it, too, as in the logarithm of a mask, if rounding in the backward pass
+    led to it, or if it came in with a float32 tensor that is no weight.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

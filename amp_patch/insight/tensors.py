@@ -42,7 +42,7 @@ def _read_address(tensor: Tensor) -> int:
 def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the floating and complex tensors with values among `values`, and in containers of them.
 
-    float8 is left out: torch has no kernels that read it.
+    float8 is left out: most kernels of torch do not take it.
     """
     for tensor in tensors_in(values):
         is_readable = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
@@ -56,7 +56,10 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def read_largest(tensor: Tensor) -> float:
-    """Return the largest magnitude of a tensor that is not empty; inf or NaN if it has one. Waits for the device."""
+    """Return the largest magnitude of a tensor that is not empty; inf or NaN if it has one. Waits for the device.
+
+    Of a complex tensor, the real and imaginary parts count.
+    """
     values = tensor.detach()
     # One kernel for both ends, without a copy of the magnitudes. NaN wins both.
     low, high = aminmax(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
@@ -83,7 +86,7 @@ def has_nan(tensor: Tensor) -> bool:
 
 
 def find_largest_of(tensors: Iterable[Tensor]) -> float:
-    """Return the largest magnitude in all tensors, inf or NaN if one holds it; 0 for none. Waits for the device."""
+    """Return the largest magnitude in floating tensors; inf or NaN if one has it, 0 for none. Waits for the device."""
     floating = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not floating:
         return 0.0

@@ -27,8 +27,8 @@ def format_recording(
 ) -> str:
     """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
-    `with_all` gives each layer its own row, and also shows unlisted ops that keep the dtype of their arguments. A table
-    of at most `width` columns leaves out empty columns, and puts the names of modules on lines of their own if need be.
+    `with_all` gives each layer its own row, and also shows ops that run as in plain torch. To fit `width` characters, a
+    table leaves out columns, shortens texts, and puts the names of modules on lines of their own.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -178,7 +178,10 @@ def _by_module(ops: list[OpRecord], width: int | None) -> str:
         if table.least_width() <= width:
             table.shorten(width)
             return "\n".join([*table.lines(), *notes])
-    return "\n".join([*_by_module_in_groups(briefest, width), *notes])
+    heading, *lines = _by_module_in_groups(briefest, width)
+    if "line" not in heading.split():  # left out, so it needs no note
+        notes = []
+    return "\n".join([heading, *lines, *notes])
 
 
 def _by_module_in_groups(rows: list[tuple[str, ...]], width: int) -> Iterator[str]:
@@ -197,7 +200,7 @@ def _by_module_in_groups(rows: list[tuple[str, ...]], width: int) -> Iterator[st
             yield shorten(above, width)
         yield line
     if left_out:
-        yield f"left out, to fit {width} columns: {', '.join(left_out)}; to see them, use --wide"
+        yield f"columns left out, to fit {width} characters: {', '.join(left_out)}; to see them, use --wide"
 
 
 def _change(row: tuple[str, ...], changes: Mapping[str, Callable[[str], str]]) -> tuple[str, ...]:
@@ -290,7 +293,7 @@ def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key, width: int
 
 
 def _dtypes(names: tuple[str, ...]) -> str:
-    """Return dtypes as `f32,f32,i64`; more than four equal ones as `f32 x 8`."""
+    """Return dtypes as `f32,f32,i64`; more than four equal ones as `f32 x 8`, and of others the first six."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
     shown = list(names[:6])

@@ -1,4 +1,4 @@
-"""`Tracer`: looks for the first value that does not fit through the steps of a run. `trace` does so for a function."""
+"""`Tracer`: looks for the first value in a run that does not fit into its dtype. `trace` does so for a function."""
 
 import contextlib
 import math
@@ -200,25 +200,14 @@ class Tracer(Recorder):
 
         Args:
             step: its number.
-            smallest_loss, largest_weight: of the run until then; inf if unknown.
+            smallest_loss: the smallest loss of the run until then; inf if unknown.
+            largest_weight: the largest magnitude of a weight before the first step of the run; inf if unknown.
         """
         self._count = self._finder.step = self._finder.findings.step = step
         self._loss.base, self._largest_weight.base = smallest_loss, largest_weight
         self.run = describe_run(session)
         self._session = session
         self._observe(session)
-
-    @contextlib.contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """Context manager: do not look at the ops of the block, which are not the script's."""
-        if self._observer is None:
-            yield
-            return
-        self._observer.pause()
-        try:
-            yield
-        finally:
-            self._observer.go_on()
 
     def set_scale(self, scale: float) -> None:
         """Set the loss scale of the loss that goes backward next."""
@@ -236,7 +225,7 @@ class Tracer(Recorder):
         self._finish_faults(None)
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
-        """Complete the faults of a repeated step. No optimizer steps. None: the step had not come yet."""
+        """Complete the faults of a repeated step, without a step of `optimizer`; None if its step had not begun."""
         if optimizer is None:
             self.stop()  # completes them as at the end of a script
             return
@@ -327,7 +316,7 @@ class Tracer(Recorder):
         self._seen = SeenInStep()
 
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
-        """Explain an exception that has left the script, and return its record; None if dtypes are not the reason."""
+        """Like `Recorder.note_raised`, but return None for an overflow that a fault on the same line explains."""
         leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
         record = super().note_raised(error)
         if record is not None and record.cause.is_of_scaler:
@@ -446,9 +435,9 @@ def trace(
         underflow: the largest share of an op's values, from 0 to 1, that may be zero in 16 bits but not in float32.
             None: no limit.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.
-        on_fault: "raise" raises NonFiniteError; "record" returns the recording, and suppresses errors that the step
-            raises because of the fault. Either way the step has run, so weights may hold inf or NaN: make the model
-            anew before you train on.
+        on_fault: "raise" raises NonFiniteError; "record" returns the recording. An error that the step raises is then
+            suppressed if the recording has a fault or explains the error. Either way the step has run, so weights
+            may hold inf or NaN: make the model anew before you train on.
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.

@@ -53,7 +53,7 @@ _THEN = {
 }
 
 
-_FLIGHT = "  flight  "  # what stands before each line about the steps before
+_FLIGHT = "  flight  "  # the name of the lines about the steps before; they are indented by its width
 
 
 def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
-        return f"{text}. No op gave a value that does not fit: it is of another rank, or of code outside of torch"
+        return f"{text}. No op gave a value that does not fit: another rank did, or code outside of torch"
     # people count micro-batches from 1, as in "2 of 4"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"

@@ -41,7 +41,7 @@ class Changes:
 
     Attributes:
         policy: the policy of the level, or None without a level.
-        has_module_rules: whether the lists have rules for modules.
+        has_module_rules: whether `lists` have rules for modules.
 
     Raises PolicyError or OpListError for a level or lists that do not exist or cannot be read.
     """
@@ -62,12 +62,12 @@ class Changes:
 
     @property
     def needs_region(self) -> bool:
-        """Whether the changes have an effect inside regions only."""
+        """Whether the changes cast, and do so in regions only."""
         return self.kind in (Kind.LISTS, Kind.LEVEL)
 
     @property
     def level_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype of the level, or None without a level."""
+        """The 16-bit dtype of the level; None without a level, and at a level that casts nothing."""
         return None if self.policy is None else self.policy.low_dtype
 
     def check_level(self) -> None:

@@ -39,10 +39,10 @@ _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.c
 
 _DTYPE_OF_CLASS = {
     f"torch.{place}{kind}Tensor": dtype
-    for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16))
+    for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16), ("Float", torch.float32))
     for place in ("", "cuda.")
 }
-"""The dtypes of the old 16-bit tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
+"""The dtypes of old tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
 """Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
@@ -85,7 +85,7 @@ def find_float32_script() -> "Float32Script | None":
 
 
 def find_asked_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that the script asked for when it made a tensor: 16 bits, also if the tensor was widened."""
+    """Return the dtype that the script asked for when it made a tensor, also if the tensor was widened since."""
     script = _in_force.script
     return tensor.dtype if script is None else script.asked.find(tensor)
 
@@ -107,7 +107,7 @@ class Float32Script(events.Watcher):
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
-        is_timed: whether the time of later steps is that of float32: the mode, which takes time, has ended.
+        is_timed: False if the mode, which takes time, had to stay after `STEPS` steps; True until then.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Float32Script(events.Watcher):
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """End the mode after `STEPS` steps, if it had nothing to widen in them."""
+        """End the mode after `STEPS` steps, unless it had work after the first, or keeps 16-bit code uncompiled."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
@@ -438,7 +438,7 @@ class Float32Script(events.Watcher):
 
 
 class _Mode(TorchFunctionMode):
-    """Passes all functions of torch to a `Float32Script`."""
+    """Passes the functions of torch to a `Float32Script`, except `_NEVER_WIDENED`."""
 
     def __init__(self, script: Float32Script) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def _is_called_by_amp(frame: Any) -> bool:
 
 
 def _find_dtype_of_class(value: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of a tensor class such as torch.HalfTensor, or of its name; None for other values."""
+    """Return the dtype of a tensor class in `_DTYPE_OF_CLASS`, or of its name; None for other values."""
     if isinstance(value, str):
         return _DTYPE_OF_CLASS.get(value)
     if isinstance(value, type):
@@ -469,8 +469,8 @@ def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
     """Return arguments in which float32 replaces 16-bit dtypes and 16-bit tensor classes."""
 
     def replace(value: Any) -> Any:
-        is_low = (isinstance(value, torch.dtype) and value in LOW_DTYPES) or _find_dtype_of_class(value) is not None
-        return torch.float32 if is_low else value
+        dtype = value if isinstance(value, torch.dtype) else _find_dtype_of_class(value)
+        return torch.float32 if dtype in LOW_DTYPES else value
 
     return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
 

@@ -10,8 +10,10 @@ from ..errors import PolicyError, SessionError
 from ..interrupts import UndoStack
 from .takeover import Takeover
 
-_TWICE = (
-    "amp_patch.native is installed already: call amp_patch.native.remove() first, or end the recording that uses it"
+_TWICE = "amp_patch.native is installed already: call amp_patch.native.remove() first"
+_IN_USE = (
+    "amp-patch or a recording uses amp_patch.native now: leave out install, and give amp-patch the lists, or end the"
+    " recording first"
 )
 
 
@@ -52,7 +54,7 @@ def install(
     Raises:
         PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
             scale the loss.
-        SessionError: `amp-patch` runs the script with lists of its own, or a recording is in progress.
+        SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """
     paths = [lists] if isinstance(lists, (str, os.PathLike)) else lists
     names = [os.fspath(path) for path in paths]
@@ -82,7 +84,7 @@ def remove() -> None:
 def check_not_installed() -> None:
     """Raise SessionError if a takeover is installed."""
     if _installed.takeover is not None:
-        raise SessionError(_TWICE)
+        raise SessionError(_TWICE if _installed.is_by_install else _IN_USE)
 
 
 def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:

@@ -126,7 +126,7 @@ class ScalerWatch:
         self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `torch.autograd.backward` and the clipping by norm. Hook optimizer steps."""
+        """Patch GradScaler, `torch.autograd.backward`, the clipping by norm, `torch.save` and schedules. Hook steps."""
         patcher = Patcher()
         undo.callback(patcher.undo)
         undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)

@@ -1,7 +1,7 @@
 """`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes no result.
 
-Before each step, it calls `StepChecks`, and disables the region of `WholeScript`. It reports losses and steps to the
-session and to the watchers of `events`.
+It calls `StepChecks` for each step, and disables the region of `WholeScript` during steps without a closure. It reports
+losses and steps to the session and to the watchers of `events`.
 """
 
 import contextlib
@@ -162,7 +162,7 @@ class ScriptSteps:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each optimizer step: check and report it, and leave the region of `WholeScript`."""
+        """Hook before each optimizer step. Without a closure, check and report it, and leave `WholeScript`'s region."""
         if has_own_amp():
             self._checks.note_mixed_precision()
             return

@@ -35,9 +35,9 @@ def find_session() -> "NativeSession | None":
 
 
 def has_own_amp() -> bool:
-    """Return whether the script has called `amp.initialize`: its session is in force, or it has disabled amp.
+    """Return whether the script uses amp itself: a session that it opened is in force, or it has disabled amp.
 
-    Then nothing in this subpackage has any effect.
+    Then this subpackage changes no region, except in a run in float32 (`in_float32`).
     """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
@@ -152,7 +152,7 @@ class NativeSession(Session):
         `is_skipped` may be a `found_inf` on the device (0-dim, 1.0: skipped). It is read once it has reached the host.
         """
         if not self._has_stepped:
-            # by the end of the first step, the script has called all its modules
+            # by now, the script has usually called all its modules
             self.bindings.warn_of_unused_rules()
         self._has_stepped = True
         if self.bindings.regions is not None:
@@ -221,7 +221,7 @@ class NativeSession(Session):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype of whitelisted ops in this thread now."""
+        """Return the dtype of whitelisted ops in the present region of this thread. Outside of one, none is cast."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property

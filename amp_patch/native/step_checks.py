@@ -21,10 +21,12 @@ class StepChecks:
     Args:
         needs_region: whether the changes have an effect inside regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
-        on_plain_step: called with a line of text at the first step, if the script has not entered a region by then.
+        on_plain_step: called with a line of text at the first step that the script takes without mixed precision, if
+            the changes need a region.
 
     Attributes:
-        called_at: the line that first called a model, such as `train.py:12`. "" before that call.
+        called_at: the line that first called a model, such as `train.py:12`. "" if `Takeover` has seen no call: it sees
+            calls with `everywhere`, with module rules, and while it watches.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class StepChecks:
         self._has_mixed_precision = False  # whether the script has trained in mixed precision in any way so far
         self._step_counter = StepCounter()
         self._steps_before_session = 0
-        # The next two are about regions since the last step in which gradients were enabled.
+        # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
         self._has_bfloat16_region = False  # a region began whose dtype, bfloat16, needs no loss scale
 
@@ -105,7 +107,7 @@ class StepChecks:
         return count
 
     def check_end(self) -> None:
-        """Raise NoRegionError if the changes need a region, and the script has taken steps without entering one."""
+        """Raise NoRegionError if the changes need a region, and the script has taken steps without mixed precision."""
         if not self.is_waiting or not self._stepped_at:
             return
         where = f"{self._stepped_at} steps"

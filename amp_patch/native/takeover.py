@@ -41,9 +41,11 @@ class Takeover:
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
         compute: as for `amp.initialize`. Needs a level.
         everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
-        needs_region: open no session before the first region, even if the session would only observe.
+        needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
+            even if the session would only observe.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
-        on_plain_step: called with a line of text if the script takes a step before the first region.
+        on_plain_step: called with a line of text at the first step without mixed precision, if the changes need a
+            region.
 
     Attributes:
         tell: called with a line of text when a session is opened that changes something, such as "amp_patch: on cuda,
@@ -141,8 +143,8 @@ class Takeover:
         Args:
             low: the dtype of the region that this thread is in, or None outside of regions.
 
-        Returns None in a script that has called `amp.initialize`, if there is nothing to do outside of regions, and if
-        no session is in force while Dynamo traces.
+        Returns None in a script that has called `amp.initialize`, and outside of regions if there is nothing to do
+        there. Opens no session while Dynamo traces.
         """
         session = find_session()
         if session is not None or has_own_amp():

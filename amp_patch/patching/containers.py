@@ -60,9 +60,8 @@ class ContainerSearch:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        if (
-            not self._holds_any
-        ):  # nearly always, so looking at the contents of all values at once saves most of the time
+        # nearly always true, so looking at the contents of all values at once saves most of the time
+        if not self._holds_any:
             return
         # A snapshot, in which values that this pass visits count as not visited: a tuple that several positions hold
         # must be replaced in each.
@@ -155,8 +154,9 @@ class ContainerSearch:
 
 
 def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
-    """Return the objects that values refer to, directly or through up to two containers. Leave out those in `visited`.
+    """Return the objects that values refer to, directly or through up to two containers.
 
+    Leaves out direct references to objects in `visited`, and does not look into containers in `visited`.
     `gc.get_referents` finds them without running code of the values.
     """
     referents = gc.get_referents(*values)

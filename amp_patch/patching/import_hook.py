@@ -1,4 +1,4 @@
-"""`ImportWatch`: calls a function whenever certain modules are imported."""
+"""`ImportWatch`: calls a function once certain modules are imported."""
 
 import functools
 import threading
@@ -10,7 +10,9 @@ import wrapt
 
 
 class ImportWatch:
-    """Calls `on_import(name)` after each import of a watched module, in the importing thread, until it is closed.
+    """Calls `on_import(name)` after the first import of each watched module, until it is closed.
+
+    The call is made in the importing thread. It may be repeated when another watch begins to watch the same module.
 
     The hooks are post-import hooks of wrapt. wrapt cannot remove a hook before the module is imported. So all watches
     share one hook for each module name. The hook refers to no watch, so a watch is freed when the last other reference

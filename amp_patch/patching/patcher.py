@@ -137,8 +137,9 @@ class Patcher:
         """Restore everything. A second call does nothing.
 
         If other code has wrapped a replacement with wrapt, its wrapper stays, and calls the original from now on. A
-        wrapper of any other kind stays too, with a warning, and still calls the replacement. So before `undo`, the
-        caller must make replacements call their originals without casts.
+        wrapper of any other kind, or around a static or class method, stays too, and still calls the replacement. A
+        warning names it, unless it is a plain function without `__wrapped__`. So before `undo`, the caller must make
+        replacements call their originals without casts.
         """
         self.uncover()
         self._undo_down_to(0)

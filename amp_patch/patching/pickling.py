@@ -6,7 +6,8 @@ A copy of a model that was made during a session may hold some: the layer `GELUA
 Pickle stores a function as the name of a module and a name in it. It finds an installed replacement under the name that
 is patched: `gelu` in `torch.nn.functional`. It finds a removed (*retired*) replacement in this module, under a name
 made of the patched name and a number: `torch/nn/functional:gelu:3`. If a process that loads this name does not have the
-replacement, it gets torch's `gelu`. Saved files contain the name of this module, so the module must not be renamed.
+replacement, it gets what `torch.nn.functional.gelu` is there. Saved files contain the name of this module, so the
+module must not be renamed.
 """
 
 import itertools

@@ -7,9 +7,9 @@ In imported modules, it searches:
 In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers. Published
 packages hold functions in each of these positions; `tests/patching/test_references.py` names such a package for each.
 
-It skips torch, this package, the standard library, and packages that torch itself needs. It also skips a package of
-several modules if none of them has a module of torch, `torch.Tensor` or one of the functions as a global. Such a
-package cannot refer to a function of torch.
+It skips torch (except `FUNCTION_TABLES`), this package, the standard library, and packages that these need. It also
+skips a package of several modules if none of them has a module of torch, `torch.Tensor` or one of the functions as a
+global. Such a package hardly ever refers to one.
 """
 
 import functools

@@ -33,7 +33,7 @@ class Slot:
     def owner(self) -> Any:
         """Return the module, class or layer that has the slot as an attribute.
 
-        None for a slot that is not an attribute, and for one whose owner was freed.
+        None for every other slot (entries, default arguments, partials), and if the owner was freed.
         """
         return None
 

@@ -1,7 +1,8 @@
 """`guard`: an audit hook that refuses changes to files of the user, in case a write was not redirected.
 
-Python reports to audit hooks each path that a function opens or changes. Files in the folder of the run and in shared
-folders may change. If another file is about to change, a write was not redirected, so the hook raises an error first.
+Python's own functions report to audit hooks the paths that they open or change; compiled code of packages does not.
+Files in the folder of the run and in shared folders may change. If another file is about to change, a write was not
+redirected, so the hook raises an error first.
 """
 
 import os

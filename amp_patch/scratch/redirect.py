@@ -31,7 +31,7 @@ _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd"
 class _Replacement:
     """The replacement of a built-in function. As a class attribute it is not bound to instances, like a builtin.
 
-    OSErrors name the path that the script passed, not the redirected one. If a disk is full, the error names the
+    OSErrors name the path as the script sees it, not the redirected one. If a disk is full, the error names the
     redirected path, because that is on the full disk.
     """
 

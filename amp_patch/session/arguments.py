@@ -273,7 +273,7 @@ def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
     """Return the policy that the arguments ask for. If a command runs the script, as `amp-patch run --opt-level O4`,
-    the settings of the command take precedence. Prints a line if it replaces the level.
+    the settings of the command take precedence. Logs a line if it replaces the level.
     """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)

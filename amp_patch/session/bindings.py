@@ -30,8 +30,8 @@ from ..training import (
 class Bindings:
     """Binds and releases models and optimizers.
 
-    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, and to replace
-    its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
+    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, at levels with
+    masters, and to replace its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
 
     Args:
         rules: the module rules of the session's lists.
@@ -39,8 +39,8 @@ class Bindings:
         find_root: see `Session.find_root`.
 
     Attributes:
-        regions: applies module rules at a level that patches functions. None without rules, or at a level that casts
-            models: there, `ModelBinding` applies the rules.
+        regions: applies module rules at a level that patches functions. None without rules, at a float32 level, and at
+            a level that casts models: there, `ModelBinding` applies the rules.
         rounding: rounds the states of optimizers to bfloat16; None if they stay float32.
     """
 
@@ -119,7 +119,7 @@ class Bindings:
     def _may_still_match(self, rule: ModuleRule) -> bool:
         """Return whether a rule may still match a module outside the models that the script calls, such as a criterion.
 
-        Only a rule for a class can. When the first step ends, the script has called all such modules.
+        Only a rule for a class can. When the first step ends, the script has usually called all such modules.
         """
         return self._awaits_step and self.regions is not None and rule.pattern is None
 
@@ -201,7 +201,7 @@ class Bindings:
         self._warn_of_lost_updates(added)
 
     def _warn_of_lost_updates(self, added: Sequence[OptimizerBinding]) -> None:
-        """Warn once of all 16-bit weights that new optimizers step on."""
+        """Warn, in one message, of the 16-bit weights of new optimizers (`_find_low_weights`)."""
         weights: list[Tensor] = []
         names: list[str] = []
         for binding in added:
@@ -268,7 +268,7 @@ class Bindings:
         finish: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         """Bind optimizers, and models that are not bound yet. Then call `finish` with these models. After an exception,
-        also one of `finish`, nothing is bound.
+        also one of `finish`, none of them is bound.
         """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
@@ -330,7 +330,7 @@ class Bindings:
         self.masters.keep_only(held)
 
     def forget_optimizer(self, reference: "weakref.ref[OptimizerBinding]") -> None:
-        """Forget the binding and the cached weights of an optimizer that was freed."""
+        """Forget the binding of an optimizer that was freed, and cached weights that no other optimizer holds."""
         binding = reference()
         if binding is None:
             return

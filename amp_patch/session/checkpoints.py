@@ -1,8 +1,8 @@
 """Patches torch.distributed.checkpoint's helpers (`get_state_dict`, `set_state_dict`) for optimizers with masters.
 
-The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. Before
-they load, they call `optimizer.step()` with a learning rate of 0, so that the optimizer creates its state. That step
-must not be counted.
+The helpers look for the tensors of an optimizer among the model's parameters, and would not find masters there. If an
+optimizer has no state yet, they call its `step()` with a learning rate of 0, so that it creates one. That step must not
+be counted.
 """
 
 import contextlib

@@ -342,9 +342,7 @@ def _close() -> None:
 
 
 def disable() -> None:
-    """Let all functions of the API do nothing, for `initialize(enabled=False)`. Raises SessionError while a session is
-    in use.
-    """
+    """Disable amp, for `initialize(enabled=False)`. Raises SessionError while a session is in use."""
     with state.lock:
         close_if_over()
         if state.session is not None:
@@ -365,3 +363,11 @@ def require() -> Session:
     if state.session is None:
         raise SessionError(NOT_INITIALIZED)
     return state.session
+
+
+def require_own() -> Session:
+    """Like `require`, but also raises SessionError for a session that the script did not open (`Session.gives_way`)."""
+    session = require()
+    if session.gives_way:
+        raise SessionError(NOT_INITIALIZED)
+    return session

@@ -51,7 +51,7 @@ def find_sharding_problem(model: nn.Module, policy: Policy) -> str | None:
 
 
 def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype | None:
-    """Return the 16-bit dtype in which FSDP should gather the float32 shards of a module, or None for float32."""
+    """Return the 16-bit dtype in which FSDP should gather the shards of a module, or None for the dtype they have."""
     is_kept = bool(policy.keep_batchnorm_fp32) and isinstance(module, BatchNormBase)
     is_low = policy.cast_model_type in LOW_DTYPES and policy.master_weights and not is_kept
     return policy.cast_model_type if is_low else None

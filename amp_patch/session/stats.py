@@ -16,10 +16,11 @@ class Stats:
     Attributes:
         opt_level: the level, or None without a session.
         low_dtype: the 16-bit dtype of the level. None without one, or without a session.
-        names_patched: the number of names of functions that are replaced, such as `torch.matmul`.
+        names_patched: the number of names that hold a replacement, such as `torch.matmul`, and of references to the
+            same functions in other modules and models.
         parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of
             float32. Tied weights count once.
-        steps: the number of steps that were taken, of all optimizers that are still alive together.
+        steps: the number of steps that the optimizers that are still alive have taken together.
         steps_skipped: the number of steps that were skipped, likewise.
         loss_scales: the scale of each loss, in the order of `loss_id`.
     """

@@ -1,8 +1,8 @@
 """Lists the patches of torch that a session makes beside those of ops.
 
-`installer.py` makes two more changes that replace no function: hooks after optimizer steps, for which torch has an API,
-and the property `Optimizer.step_was_skipped`, which exists only during a session. `checkpoints.py` patches the helpers
-of torch.distributed.checkpoint once they are imported.
+`installer.py` also makes changes that replace no function, such as hooks after optimizer steps and the property
+`Optimizer.step_was_skipped`. `checkpoints.py` patches the helpers of torch.distributed.checkpoint once they are
+imported.
 """
 
 import functools
@@ -62,7 +62,7 @@ def _lists_flex_attention(oplists: OpLists) -> bool:
 
 
 def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:
-    """Yield the patches of functions that reduce, zero or clip gradients.
+    """Yield the patches of functions that reduce, zero or clip gradients, or broadcast parameters.
 
     `with_scales`: the session has masters or a loss scale. Otherwise only DistributedDataParallel is patched.
     """

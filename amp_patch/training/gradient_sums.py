@@ -21,7 +21,7 @@ yet (`no_sync`) wait for the backward pass that reduces them.
 | a block ends | of its optimizers, and of delayed blocks before it | of these optimizers and the scaler | - |
 | a block with `delay_unscale` ends | none | none | - |
 | `step()` | any not checked yet; again, if any were zeroed | of its optimizer | of all scalers with a flag there |
-| `zero_grad()` without a step | any not checked yet | the next step checks again | of all scalers with a flag there |
+| `zero_grad()` without a step | any not checked yet | none; the next step checks | of all scalers with a flag there |
 | `step()` inside a block | of its optimizer | of its optimizer and the block | none, until the block ends |
 """
 
@@ -154,7 +154,7 @@ class GradientSums:
             self.flush()
 
     def flush(self) -> None:
-        """Unscale all gradients, also unreduced ones, before parameters are added or removed. Not inside a block."""
+        """Outside of blocks: unscale all gradients, also unreduced ones, before parameters are added or removed."""
         if not self._open:
             self._rescale_local(None)
             self.unscale_all()

@@ -20,8 +20,8 @@ class Groups:
     Args:
         optimizer: held by a weak reference.
         masters: the masters of the session.
-        use_masters: whether every 16-bit parameter gets a float32 master. If False, only the state of cast parameters
-            is cast.
+        use_masters: whether every 16-bit parameter that is not quantized gets a float32 master. If False, only the
+            state of cast parameters is cast.
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
@@ -146,9 +146,8 @@ class Groups:
     def restore(self) -> None:
         """Put the parameters back into the groups, and cast states back to their earlier dtype."""
         self._take_out()
-        self._masters.open(
-            [master for _, master in self.placed.values()]
-        )  # while the parameters are their upper halves
+        # before the parameters change: they are the upper halves of split masters
+        self._masters.open([master for _, master in self.placed.values()])
         self.placed.clear()
         for reference, parameter, dtype in self._cast_states:
             if (owner := reference()) is not None:

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Copies of 0-dim tensors for the host. The copies begin when the object is made, and launch no kernel."""
+    """Copies of 0-dim tensors for the host. The copies begin when the object is made, and launch no kernel.
+
+    On mps there are no copies: `read` waits for all queued work, although `is_known` returns True.
+    """
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
         self._numbers = list(numbers)

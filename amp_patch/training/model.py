@@ -160,7 +160,7 @@ class ModelBinding:
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
         """With module rules, cast the inputs of modules that run in another dtype than their parents, and of modules
-        that have weights of their own. BatchNorm layers without a rule are left out of the latter.
+        that have weights of their own in the dtype that they run in, except BatchNorm layers without a rule.
         """
         if not self._runs:
             return

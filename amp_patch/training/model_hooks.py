@@ -85,8 +85,8 @@ class CastModelInputs(CastInputs):
 class TakeAnyInput(CastInputs):
     """Forward pre-hook of a layer that accepts only inputs in the dtype of its weights, which were cast to `dtype`.
 
-    It casts the inputs, too, if a weight of the layer has this dtype now. A script that calls a submodule directly
-    passes float32 inputs.
+    It casts the inputs only if a weight of the layer still has this dtype. A script that calls a submodule directly may
+    pass float32 inputs.
     """
 
     def __call__(
@@ -101,7 +101,7 @@ class TakeAnyInput(CastInputs):
 
 
 class TakeOutsideInput(TakeAnyInput):
-    """Forward pre-hook of a cast module that takes any inputs: cast them if the script calls the module directly.
+    """Forward pre-hook of a cast module that accepts any dtype: cast its inputs if the script calls it directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left as they are. A forward that a backward pass
     runs again (checkpointing) is treated like the last forward before it.
@@ -262,7 +262,7 @@ class InvalidateCache(SessionHook):
 class SyncMasters(SessionHook):
     """Forward pre-hook: copy edited parameters to their masters, and edited masters to their parameters.
 
-    Warns when the model is copied for the first time, because the copy has 16-bit weights and no masters.
+    Warns the first time that a model of the session is copied, because the copy has 16-bit weights and no masters.
     """
 
     def __deepcopy__(self, memo: Any) -> SessionHook:

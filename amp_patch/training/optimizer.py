@@ -52,7 +52,7 @@ class OptimizerBinding:
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         masters, gradients: shared by all optimizers of the session.
-        use_masters: whether every 16-bit parameter of the optimizer gets a float32 master.
+        use_masters: whether every 16-bit parameter that is not quantized gets a float32 master.
         split_masters: whether these are split masters, if the optimizer updates each parameter separately.
         rounding: rounds the state of such an optimizer to bfloat16 after each step. None: it stays as it is.
         switch: the switch of the session's casts, which are off during a step.

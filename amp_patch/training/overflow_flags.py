@@ -22,10 +22,10 @@ class OptState(enum.Enum):
     """The state of an optimizer between two steps, like the enum of that name in torch.amp."""
 
     READY = enum.auto()
-    """It has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
+    """It is new, or has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
 
     PENDING = enum.auto()
-    """A `scale_loss` block with this optimizer has begun. At its end, `found_inf` describes the gradients."""
+    """A `scale_loss` block with this optimizer has begun. `found_inf` describes gradients once they are unscaled."""
 
     UNCHECKED = enum.auto()
     """It has gradients that no block with this optimizer has checked. The next block or step checks them.

@@ -318,7 +318,7 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. Hooks of a module may be newer than its call only in its first call."""
+    """The modules that one thread has called. In the first call of a module, its hooks may be newer than the call."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -19,7 +19,7 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 CHECK_EVERY = 100
-"""At a loss scale of 1, no block checks gradients. The gradients of every 100th step are checked instead."""
+"""At a static loss scale of 1, no block checks gradients. The gradients of every 100th step are checked instead."""
 
 WARN_AGAIN = 2.0**-24
 """After a warning that the scale has fallen, the next warning comes once the scale is smaller by this factor."""
@@ -81,7 +81,7 @@ class StepLog:
     """Counts and reports the steps of one optimizer, in order.
 
     A step whose flags have not reached the host is reported at a later step, or when a script reads its result.
-    `step_was_skipped` of the optimizer does not change before.
+    Until then, the stored answer of `step_was_skipped` does not change.
 
     Args:
         optimizer: held by a weak reference.
@@ -116,9 +116,9 @@ class StepLog:
     def add(self, outcome: Outcome | None) -> None:
         """Record a step, and report all steps whose flags are known by now.
 
-        None is a step without any flag, which is always taken. Every `CHECK_EVERY`th step of that kind waits for the
-        device. Raises GradientOverflowError after so many skips in a row, or if a scale has fallen so far, that a
-        smaller scale would not help.
+        `outcome` is None if the step had no flag, so that it was taken. Every `CHECK_EVERY`th step of that kind waits
+        for the device, until a warning. Raises GradientOverflowError after so many skips in a row, or if a scale has
+        fallen so far, that a smaller scale would not help.
         """
         if outcome is None and not self._pending:
             self._count(is_skip=False)
@@ -205,7 +205,7 @@ class StepLog:
 
 
 def warn_of_small_scale(scaler: LossScaler) -> None:
-    """Warn if a scale has fallen to 1 or its minimum, and again each time it is smaller by `WARN_AGAIN`."""
+    """Warn if a scale has fallen to its minimum (1 without one), and again each time it is smaller by `WARN_AGAIN`."""
     scale = scaler.known_scale
     if scale > min(scaler.min_loss_scale or 1.0, scaler.warned_scale * WARN_AGAIN):
         return

@@ -1,6 +1,7 @@
 """`optimizer.step_was_skipped`: whether the last step of an optimizer was skipped, for training loops that ask.
 
-The answer is kept in the instance. A session adds a property to `torch.optim.Optimizer`, which asks the device first.
+The answer is kept in the instance. A session with masters or a loss scale adds a property to `torch.optim.Optimizer`,
+which asks the device first.
 """
 
 from collections.abc import Callable

@@ -26,11 +26,11 @@ _reciprocal, _divide = torch.ops.aten.reciprocal.default, torch.ops.aten.div.Ten
 
 
 def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
-    """Divide `gradients` by `scale`, and set `found_inf` to 1.0 if an element is inf or NaN. Reads and writes each
-    gradient once.
+    """Divide `gradients` by `scale`, and set `found_inf` (None: no check) to 1.0 if an element is inf or NaN. Reads and
+    writes each gradient once.
 
-    Gradients may be of any floating or complex dtype, dense or sparse, on any devices. `scale` and `found_inf` are
-    0-dim float32. Does not wait for the device.
+    Gradients may be of any floating or complex dtype, dense or sparse (COO), on any devices. `scale` and `found_inf`
+    are 0-dim float32. Does not wait for the device.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -128,7 +128,7 @@ def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, as a real tensor in the same memory.
 
-    A sparse gradient stores no zeros, and a DTensor only the part on this rank.
+    A sparse gradient (COO) stores no zeros, and a DTensor only the part on this rank.
 
     If the gradient is a lazy conjugate or negative, the values in memory have other signs than the gradient. Signs
     matter neither for dividing by a scale nor for the check.
@@ -152,11 +152,11 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set them to None. Without a scale, a closed master that has no gradient yet keeps it in 16 bits.
+    masters, and set them to None. Without a scale, a closed master without a gradient may keep it in 16 bits.
 
     Args:
         pairs: each parameter with its master.
-        found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None: do not check.
+        found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None, or no scale: do not check.
 
     Does not wait for the device.
     """

@@ -365,6 +365,8 @@ def test_a_file_with_the_scaler_of_apex_in_it_is_read_and_one_of_another_model_i
     narrow = fp16_utils.convert_network(make_model(width=4), torch.bfloat16)
     with pytest.raises(amp.CheckpointError, match="do not fit"):
         FP16_Optimizer(torch.optim.SGD(narrow.parameters(), lr=0.1), verbose=False).load_state_dict(saved)
+    with pytest.raises(amp.CheckpointError, match="does not fit this"):
+        other.load_state_dict({**saved, "optimizer_state_dict": None})
 
 
 def test_groups_may_come_later():

@@ -112,6 +112,16 @@ def test_a_dtype_that_the_call_names_is_honoured_and_nothing_is_cast(
         assert recorder.calls == [((LOW_ROWS, *args), kwargs)]
 
 
+@pytest.mark.parametrize("mode", [Mode.LOW, Mode.FLOAT32])
+@pytest.mark.parametrize(("args", "kwargs"), [((-1,), {"dtype": FULL}), ((-1, FULL), {})], ids=["named", "positional"])
+def test_a_dtype_that_the_call_names_is_honoured_in_a_region(
+    casts: OpCasts, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    rows, replacement = rand(3, 4), casts.wrap("blacklist", torch.softmax)
+    with casts.switch.region(mode):
+        assert torch.equal(replacement(rows, *args, **kwargs), torch.softmax(rows, *args, **kwargs))
+
+
 @pytest.mark.parametrize("rule", ["whitelist", "blacklist"])
 @ways
 def test_a_call_that_works_in_place_by_a_flag_runs_as_it_was_written(

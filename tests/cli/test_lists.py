@@ -69,6 +69,11 @@ def test_check_warns_of_bounds_that_leave_this_torch_out(bounds, write, lists):
     assert code == 0 and told.startswith(f"{path}:1:18: warning: 'gelu' has no effect")
 
 
+def test_check_names_the_torch_that_the_bounds_leave_out(write, lists):
+    path = write("blacklist: [{op: gelu, since: '2.11'}]")
+    assert "its bounds leave out torch 2.8.0\n" in lists("check", f"{path}@2.8")[1]
+
+
 # ---- show ------------------------------------------------------------------------------------------------------------
 
 MINE = """\

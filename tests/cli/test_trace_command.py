@@ -76,6 +76,18 @@ def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
     assert "run more steps" in out and "every value fits" not in out
 
 
+BY_HAND = """
+import torch
+
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight])
+for _ in range(3):
+    weight.grad = torch.ones(4)
+    optimizer.step()
+torch.nn.Linear(4, 1)(weight)
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -83,8 +95,9 @@ def test_a_dynamic_scale_on_its_way_down_is_told_and_no_fault(call):
         ("raise SystemExit(3)\n", "the script ended with exit code 3"),
         (script(bad=None).partition("for number")[0], "ended without an optimizer step"),
         (script(bad=None) + "1 / 0\n", "ended with exit code 1 after 4 steps, in which every value fits"),
+        (BY_HAND, "after 3 optimizer steps, all before it used a model or torch.autocast"),
     ],
-    ids=["no amp", "exit", "no step", "crash"],
+    ids=["no amp", "exit", "no step", "crash", "steps before a model"],
 )
 def test_what_cannot_be_looked_at_is_trouble(source, told, call):
     code, _, err = call(source)

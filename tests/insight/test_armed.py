@@ -4,6 +4,7 @@ Guards: insight/arming/probe, insight/arming/replay, insight/arming/tape, insigh
 Guards: insight/arming/surroundings, insight/arming/troubles, insight/arming/obstacles, insight/trouble_record.
 """
 
+import contextlib
 import math
 import threading
 import weakref
@@ -153,6 +154,16 @@ def test_a_step_is_skipped_or_taken_as_it_was_asked_for():
         step(1.0)
         assert not torch.equal(model.weight, before)
     assert [trouble.step for trouble in recording.troubles] == [1]
+
+
+def test_bad_steps_are_skipped_also_when_no_more_of_them_are_repeated():
+    model = nn.Linear(4, 1)
+    step = make_trainer(lambda factor: (model(torch.ones(2, 4)) * factor).square().mean(), model)
+    before = model.weight.detach().clone()
+    with insight.armed(then="skip", record=0):
+        for _ in range(66):
+            step(math.nan)
+    assert torch.equal(model.weight, before)
 
 
 def test_weights_are_those_before_the_step_that_stops_the_run():
@@ -370,3 +381,26 @@ def test_a_script_may_swap_its_weights_and_draw_new_ones_while_it_is_watched(wat
         net(torch.ones(2, 8))
         nn.init.orthogonal_(net[0].weight)
         assert torch.allclose(net[0].weight @ net[0].weight.T, torch.eye(8), atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_forward_pass_that_writes_weights_is_repeated_without_writing_them_again(level):
+    def train(is_armed):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(8, 16, max_norm=0.5), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, optimizer, opt_level=level, loss_scale={"init": 4.0}, verbosity=0)
+        with insight.armed(then="go") if is_armed else contextlib.nullcontext():
+            for step in range(3):
+                loss = net(torch.arange(8)).float().square().mean() * (math.nan if step == 1 else 1)
+                with torch.no_grad():
+                    net[0].weight.mul_(4)  # beyond the norm again
+                backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = [weight.detach().clone() for weight in net.parameters()]
+        amp.reset()
+        return weights
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        assert ours.isfinite().all() and torch.equal(ours, theirs)

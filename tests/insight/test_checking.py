@@ -292,6 +292,26 @@ def test_contracts_of_two_scripts_differ(contracts, tmp_path):
     assert any("conv2d" in line for line in lines) and any("gelu" in line for line in lines)
 
 
+def test_settings_differ_once_whatever_the_hardware(contracts, tmp_path):
+    contract = contracts["session"]
+    (numbers,) = contract.numbers.values()
+    elsewhere = {"another": replace(numbers, hardware=replace(numbers.hardware, name="another"))}
+    optimizers = [
+        replace(record, settings=tuple(text.replace("lr=", "lr=1") for text in record.settings))
+        for record in contract.optimizers
+    ]
+    changed = replace(contract, about=replace(contract.about, seed=5), optimizers=optimizers)
+    for before, after in (
+        (contract.numbers, elsewhere),
+        (contract.numbers | elsewhere, contract.numbers | elsewhere),
+    ):
+        replace(contract, numbers=before).write(tmp_path / "before.json")
+        replace(changed, numbers=after).write(tmp_path / "after.json")
+        lines = describe_files(tmp_path / "before.json", tmp_path / "after.json")
+        assert lines[0] == "seed: 0 -> 5"
+        assert sum(" lr " in line for line in lines) == len(contract.optimizers)
+
+
 def test_a_training_without_steps_has_no_contract(tmp_path):
     with pytest.raises(SessionError):
         measurer(tmp_path / "train.py", AUTOCAST.replace("    optimizer.step()\n", "")).write()

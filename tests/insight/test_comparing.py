@@ -491,6 +491,8 @@ def make_table(
         (0.02, {"peak": 15}, "worse than O0 (loss 20.00% higher); time within noise"),
         (0.1, {"skipped": (0, 1)}, "worse than O0 (loss 100.00% higher, 2 steps of 30 skipped)"),
         (0.02, {"noise": 0.05}, "not told apart from O0 (loss 20.00% higher, within noise, which is 50% of the loss)"),
+        (1e-7, {"loss": 0.0}, "not told apart from O0 (loss 1.0e-07 higher, within noise, and the loss is 0)"),
+        (0.0, {"ms": math.nan}, "as good as O0 (the same loss); time not judged, since O1 gives the script float32"),
         (math.nan, {}, "worse than O0 (the loss is not finite)"),
         (0.0, {"ms": 3.5, "steps": 8}, "as good as O0 (the same loss); time not judged, 8 steps are too few"),
         (1e-6, {"skipped": range(30)}, "not judged against O0, since nothing was learned (loss less than"),

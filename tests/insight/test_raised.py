@@ -22,6 +22,8 @@ from amp_patch import insight, native
 from amp_patch.cli import recording as script_recording
 from amp_patch.cli.trace_raised import find_entries, merge_entries
 from amp_patch.insight.module_casts import casts
+from amp_patch.insight.raised_record import Operand, OperandOrigin
+from amp_patch.insight.raised_text import describe_operand
 from amp_patch.interrupts import UndoStack
 
 NAMES = tuple(SCRIPTS)
@@ -229,3 +231,8 @@ def test_a_list_gets_an_entry_for_each_call_that_raises(run):
     left = {("promote: [scatter_add]",): second}
     assert find_entries(first, lambda entries: tried.append(list(entries)) or left.get(tuple(entries))) is None
     assert tried == [["promote: [scatter_add]"], ["promote: [scatter_add, index_add_]"]]
+
+
+def test_a_gradient_is_not_said_to_be_older_than_the_first_call():
+    gradient = Operand("param.grad", "bf16", OperandOrigin.WEIGHT, "the gradient of fc.weight")
+    assert describe_operand(gradient) == "param.grad: bfloat16, the gradient of fc.weight"

@@ -80,6 +80,15 @@ def line_of(oplist, op):
 # ---- nothing changes -------------------------------------------------------------------------------------------------
 
 
+def test_reads_of_the_loss_scale_are_no_ops_of_the_script():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with insight.recording() as recorded:
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert {op.phase for op in recorded.ops} == {"forward", "backward"}
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_recorded_run_is_bitwise_the_plain_one(level):
     def run(block):
@@ -681,6 +690,8 @@ def test_a_table_of_a_width_has_long_names_above_their_rows():
     wide = insight.format_recording(found, with_all=True).splitlines()
     names = {line.split("  ")[0] for line in wide[4 : wide.index("", 4)]}
     assert len(names) > 9 and names <= set(narrow)
+    narrowest = insight.format_recording(found, with_all=True, width=60)
+    assert "columns left out" in narrowest and "line: of" not in narrowest  # a note about a column that is not there
 
 
 def test_a_narrow_table_keeps_the_line_that_decided_in_a_list_of_ones_own():

@@ -589,3 +589,26 @@ def test_a_fault_in_a_step_within_a_backward_pass_is_found_and_leaves_no_mode():
     with pytest.raises(NonFiniteError, match="step 1, backward"):
         insight.trace(step, steps=3)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(
+    ("compute_loss", "factor"),
+    [
+        (lambda x, y: F.cross_entropy(x, y, weight=torch.rand(4)), 1),
+        (lambda x, y: F.cross_entropy(x, y, weight=torch.rand(4), reduction="sum"), 32),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=2), 1),  # 2 is also the number of reduction="sum"
+        (lambda x, y: F.binary_cross_entropy_with_logits(x, x.sigmoid(), weight=torch.rand(8, 4)), 1),
+        (lambda x, y: F.smooth_l1_loss(x, x + 1, beta=2.0), 1),
+        (lambda x, y: F.mse_loss(x, x + 1, reduction="sum"), 32),
+    ],
+)
+def test_losses_with_weights_are_traced_and_only_sums_count_as_sums(compute_loss, factor):
+    model = nn.Linear(16, 4)
+    inputs, labels = torch.randn(8, 16), torch.arange(8) % 4
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=1.0, verbosity=0)
+    with tracing() as tracer:
+        loss = compute_loss(model(inputs).float(), labels)
+        assert tracer._finder.storages.find_summed(loss) == factor
+        take_step(loss, optimizer)
+    assert not tracer.faults

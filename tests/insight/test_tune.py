@@ -21,10 +21,12 @@ from training import backward, take_step
 import amp_patch as amp
 from amp_patch import events, insight
 from amp_patch.config.op_lists import check_oplists
+from amp_patch.insight.recorder import make_empty_run
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from amp_patch.insight.runs import FunctionRunner, Run
 from amp_patch.insight.tuning.sketches import sketch
+from amp_patch.insight.tuning.traced import read_trace
 from amp_patch.script_settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:non-finite gradients under a static loss scale")
@@ -352,6 +354,28 @@ def test_the_same_error_with_every_list_ends_the_search(tune):
     result = tune(failing, steps=1)
     assert len(calls) == 4 and not result.is_reached  # float32, two lists, and everything in float32
     assert "the same error with every list: TypeError: a dtype that this kernel never takes" in result.message
+
+
+def test_a_trace_of_no_step_tells_of_no_skipped_steps():
+    assert read_trace(Recording(make_empty_run(), [])).text == "traced: no step ended"
+
+
+def test_a_search_that_ends_does_not_tell_of_an_error_that_float32_does_not_have(tune):
+    train, calls = make_training(layers=2, square=(0,), exp=(1,)), []
+
+    def failing():
+        calls.append(1)
+        if len(calls) in (2, 3):
+            raise TypeError("a dtype that this kernel never takes")
+        if len(calls) == 1:
+            train()
+        else:
+            make_training(layers=2, batches=0)()
+
+    result = tune(failing, steps=1)
+    assert len(calls) == 4 and not result.is_reached
+    assert "everything in float32 does not pass either" in result.message
+    assert "the same error with every list" not in result.message
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_a_cast_copies_where_the_script_would_get_a_copy(script):
     master.add_(1)
     assert [x.tolist() for x in (weight, low, master)] == [[1, 1], [2, 2], [3, 3]]
     assert low.half() is low and master.float() is master
+    for old in (torch.FloatTensor, "torch.FloatTensor"):
+        assert low.type(old) is not low and master.type(old) is master
 
 
 def test_random_numbers_are_those_of_the_script():

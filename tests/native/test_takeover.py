@@ -304,6 +304,11 @@ def test_a_script_that_never_had_a_region_is_refused_at_its_end() -> None:
         takeover.check_end()  # there is nothing to be missed
 
 
+def test_install_under_a_recording_names_the_recording_as_the_reason():
+    with insight.recording(), pytest.raises(SessionError, match="a recording uses amp_patch.native"):
+        native.install("O4")
+
+
 def test_another_install_replaces_the_first_and_remove_needs_no_handle():
     def look_into_a_region():
         with torch.autocast("cpu", torch.bfloat16):
@@ -404,6 +409,19 @@ def test_a_first_region_in_compiled_code_is_refused_before_a_step(tmp_path: Path
     assert torch.equal(net.layer.weight, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_code_keeps_the_rules_of_torch_in_regions_of_another_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    with warnings.catch_warnings(), native.install(lists=write_list(tmp_path, "blacklist: [linear]")):
+        warnings.simplefilter("ignore")
+        with torch.autocast("cpu", torch.float16):
+            assert net(torch.ones(1, 2)).dtype is torch.float32
+        with torch.autocast("cpu", dtype):
+            compiled = torch.compile(net, backend="eager")(torch.ones(1, 2))
+            assert compiled.dtype is net(torch.ones(1, 2)).dtype
+            assert compiled.dtype is (torch.float32 if dtype is torch.float16 else dtype)
+
+
 def test_without_any_amp_the_whole_script_is_one_region() -> None:
     with native.install("O4", everywhere=True):
         net = nn.Linear(2, 2)
@@ -488,7 +506,7 @@ def test_amp_of_the_scripts_own_comes_first(tmp_path: Path) -> None:
         assert amp.stats().steps == 1
 
 
-def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
+def test_functions_of_amp_without_initialize_say_to_initialize() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -496,5 +514,13 @@ def test_a_block_of_apex_without_initialize_is_told_to_initialize() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.ones(1, 2)).float().sum()
         scaler.scale(loss)
-        with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
-            amp.scale_loss(loss, optimizer).__enter__()
+        calls: list[Callable[[], Any]] = [
+            lambda: amp.scale_loss(loss, optimizer).__enter__(),
+            lambda: amp.scale(loss),
+            lambda: amp.unscale(loss),
+            lambda: amp.state_dict(),
+            lambda: amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}}),
+        ]
+        for call in calls:
+            with pytest.raises(SessionError, match="amp.initialize has not been called yet"):
+                call()

@@ -103,6 +103,7 @@ IN_SESSION = [
     (lambda: amp.scale_loss(LOSS, OPTIMIZER).backward(), S, "with amp.scale_loss.loss, optimizer. as scaled_loss"),
     (lambda: amp.scale(0.5), T, "0.5 is not a tensor.*pass the loss itself"),
     (lambda: amp.unscale(0.5), T, "0.5 is not a tensor.*pass the loss itself"),
+    (lambda: amp.scale(LOSS.detach().numpy()[()]), T, "is not a tensor.*pass the loss itself"),
     (lambda: amp.scale(LOSS, 5), amp.LossIdError, "loss_id 5 .*num_losses"),
     (lambda: amp.master_params(MODEL), T, "takes the optimizer, not Linear"),
     (lambda: amp.master_params([OPTIMIZER]), T, "one optimizer at a time, not list"),

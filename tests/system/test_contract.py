@@ -43,6 +43,8 @@ def test_scale_and_unscale_take_containers_and_none():
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", loss_scale=8.0, verbosity=0)
     assert amp.scale({"a": torch.ones(1)})["a"].item() == 8
     assert amp.unscale((torch.full((1,), 8.0), None)) == (torch.ones(1), None)
+    assert amp.unscale(torch.tensor(8.0, dtype=torch.float16)).dtype is torch.float16
+    assert amp.scale(torch.tensor(1j)).item() == 8j
     with pytest.raises(IndexError, match="loss_id 3"):
         amp.scale(torch.ones(1), loss_id=3)
 

@@ -17,7 +17,8 @@ class AmpState:
     """The state of amp.
 
     As in Apex, some attributes exist only from a call on that sets them: `opt_properties` from the first `initialize`,
-    the bounds of the loss scale from the first with `enabled=True`, `handle` from the first that patches functions.
+    the bounds of the loss scale from the first with `enabled=True`, `handle` from the first that patches functions or
+    from the first `init`.
 
     Attributes:
         allow_incoming_model_not_fp32: whether `initialize` accepts models that are in 16 bits already.
@@ -35,7 +36,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 prints nothing; it can be set at any time."""
+        """0 prints no messages; it can be set at any time."""
         return self._verbosity
 
     @verbosity.setter
@@ -48,7 +49,7 @@ class AmpState:
     def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers. Empty if amp is disabled. Scripts may set their attributes, such as `_loss_scale`.
 
-        Raises AttributeError before `initialize`.
+        Raises AttributeError if there is no session and amp is not disabled.
         """
         session = find_session()
         if session is None and not is_disabled():
@@ -60,8 +61,8 @@ class AmpState:
         return self._views
 
     def clear_overflow(self, loss_id: int) -> None:
-        """Forget the overflow of a loss. A `scale_loss` block calls this at its end, unless amp is off or unscaling is
-        delayed.
+        """Forget the overflow of a loss. A `scale_loss` block calls this at its end, unless amp is off, unscaling is
+        delayed, or the block raised.
         """
         if loss_id < len(self._views):
             self._views[loss_id].clear_overflow_state()

@@ -44,8 +44,8 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
 
-    They stay patched until the handle's `_deactivate()`, `amp_patch.reset()` or the next `init`. If there is an
-    accelerator, its tensors are cast, otherwise tensors on the CPU.
+    They stay patched until the handle's `_deactivate()`, `amp_patch.reset()`, `initialize` or the next `init`. If there
+    is an accelerator, its tensors are cast, otherwise tensors on the CPU.
 
     After `initialize`, while its models are alive, `init` ignores all arguments but `enabled`. At a level that patches
     functions, it returns a handle of the session of `initialize`; functions that were registered since are patched, and

@@ -1,6 +1,6 @@
 """Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, and the 16-bit dtype is float16 on every device. The op list is `lists/apex.yaml`,
+As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 on every device. The op list is `lists/apex.yaml`,
 which bans `binary_cross_entropy`. Messages are printed on stdout.
 
 Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may

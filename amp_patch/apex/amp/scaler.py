@@ -1,7 +1,7 @@
 """`LossScaler` with Apex's names, around a loss scaler of amp_patch (`core`): the session's, or a new one.
 
 Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
-`_unskipped` counts optimizer steps since the last overflow; Apex counted backward passes.
+`_unskipped` counts optimizer steps since the scale last changed; Apex counted backward passes.
 
 Pickles of `apex.amp.scaler.LossScaler`, as in checkpoints of Apex's `FP16_Optimizer`, load into this class.
 """

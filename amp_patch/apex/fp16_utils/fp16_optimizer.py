@@ -32,7 +32,7 @@ class FP16_Optimizer:
             overflow halves it and skips the step.
         dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
             must be 2. Read only if the loss scale is dynamic.
-        verbose: whether to print the package's messages, such as those about skipped steps.
+        verbose: print the package's messages, such as those about skipped steps. False leaves the verbosity as it is.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
     """
@@ -254,7 +254,7 @@ class FP16_Optimizer:
             )
         try:
             self.optimizer.load_state_dict(inner)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the saved state of the optimizer does not fit this {type(self.optimizer).__name__} ({error}): load it"
                 " for the same parameter groups"

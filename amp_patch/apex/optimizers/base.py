@@ -21,8 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     `step` raises OptimizerError.
 
     Attributes:
-        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step. If it is 1, nothing changes
-            in that step.
+        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step of a subclass that reads it.
+            If it is 1, nothing changes in that step.
     """
 
     # the attributes that hold options, for copies and pickles; torch's Optimizer does not know them

@@ -16,7 +16,7 @@ from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 class FP16_Optimizer(_FP16Optimizer):
     """A variant of `fp16_utils.FP16_Optimizer`, for any optimizer. It differs in three ways:
 
-    * Its dynamic scale doubles after every 1000 good steps, and never falls below 1.
+    * By default, its dynamic scale doubles after every 1000 good steps, and does not fall below 1.
     * `step` unscales, not `backward`. So gradients of several backward passes add up, and the scale is updated once.
     * An overflow skips the step also under a static scale.
 

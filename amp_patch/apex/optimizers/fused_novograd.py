@@ -23,7 +23,7 @@ class FusedNovoGrad(FusedOptimizer):
     Args:
         reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
-        norm_type: 2 for the L2 norm of gradients, 0 for their maximum.
+        norm_type: 2 for the L2 norm of gradients, 0 for the largest absolute value.
         init_zero: start the second moment at 0 instead of the first norm.
         amsgrad: raises OptimizerError if true.
     """

@@ -52,7 +52,7 @@ class SyncBatchNorm(BatchNormBase):
         self.fuse_relu = fuse_relu
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """Normalize `input`, of at least two dimensions, and add `z`, of the same shape, to the result.
+        """Normalize `input`, of at least two dimensions, and add `z`, of the same shape and dtype, to the result.
 
         The result has the shape and dtype of `input`.
         """

@@ -1,7 +1,7 @@
 """Sets up a script for `amp-patch run` and the other commands that run scripts.
 
 Python imports a module of this name when it starts. Every Python that such a command starts finds this one, because the
-command puts this folder at the front of PYTHONPATH. So does every Python that the script starts.
+command puts this folder at the front of PYTHONPATH. So does a Python that the script starts with this variable.
 
 It installs the stand-in for `apex` and, if the command asks for them, the redirection of files, the takeover of
 torch.autocast and the recording. Then it runs the `sitecustomize` that Python would have imported otherwise.
@@ -18,7 +18,10 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def _start():  # type: () -> None
-    """Set up this Python for the command that started it, directly or through the script; else do nothing."""
+    """Set up this Python for the command that started it, directly or through the script.
+
+    Do nothing in a Python that no such command started, and in one that is too old for this package.
+    """
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
     if settings is None or sys.version_info < (3, 11):
         return

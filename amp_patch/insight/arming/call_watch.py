@@ -58,7 +58,7 @@ class CallWatch:
     Args:
         tape: where the calls are written.
         get_session: returns the session in force; None while there is none.
-        on_backward: called with the session and a single tensor that is about to go backward.
+        on_backward: called with the session and a tensor of one element that is about to go backward.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class CallWatch:
             local.is_entered = False
 
     def _leave_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `Tensor.backward` that takes the mode off. While the mode handles it, the mode would stay on."""
+        """Return a `Tensor.backward` that first takes the mode off. Once the mode handles the call, it stays on."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._local.is_entered and get_backward_id() == -1:

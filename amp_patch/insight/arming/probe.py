@@ -41,12 +41,12 @@ Then = Literal["stop", "skip", "go"]
 THEN: tuple[Then, ...] = ("stop", "skip", "go")
 
 _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
-"""What reports say of the step: None if it does not end."""
+"""Whether the report says that the step is skipped; None if the run stops before the step."""
 
 _MOST_REPORTS = 5
 _MOST_REPEATED = 64
-"""The largest number of steps that are repeated in a run: each takes longer than a step, and lasting trouble is the
-same in all of them."""
+"""The largest number of steps that are repeated in a run: a repetition takes longer than a step, and lasting trouble is
+the same in all of them. A step that stops the run is repeated nevertheless."""
 
 
 class Armed(Probe):
@@ -54,7 +54,8 @@ class Armed(Probe):
 
     Args:
         on_end: called after trouble with `then="stop"`.
-        then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run.
+        then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run, and
+            stops watching if it changes weights.
         every: as for `TroubleWatch`.
         record: record magnitudes in one step of so many; 0: in none.
         ignore: as for `FaultFinder`.
@@ -219,7 +220,7 @@ class Armed(Probe):
     def _act(self, session: Session, trouble: Trouble, optimizer: Optimizer) -> None:
         """Repeat a step with trouble, report it, and then stop, skip or go on."""
         report = self._report(session, trouble, optimizer)
-        if report is None:
+        if report is None and trouble.is_skipped:
             return
         if self._then == "skip" and not trouble.is_skipped:
             for group in optimizer.param_groups:
@@ -241,9 +242,11 @@ class Armed(Probe):
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record the results, and print a report.
 
-        Returns the report. None if there is no trouble after all: the loss scale is still on its way down.
+        Returns the report; "" if it was printed before. None if `_MOST_REPEATED` steps have been repeated, or if there
+        is no trouble after all: the loss scale is still on its way down.
         """
-        if self._repeated >= _MOST_REPEATED:
+        is_search = trouble.is_skipped and trouble.loss is None
+        if self._repeated >= _MOST_REPEATED and (self._then != "stop" or is_search):
             return None
         self._repeated += 1
         self._watch.is_paused = True
@@ -259,7 +262,7 @@ class Armed(Probe):
         if self._tape.is_over:
             differences = ("another optimizer has stepped with gradients of the same calls", *differences)
         faults, searches = tracer.faults, tracer.searches
-        if trouble.is_skipped and trouble.loss is None and searches and not faults:
+        if is_search and searches and not faults:
             return None
         self.run = describe_run(session)
         record = TroubleRecord(
@@ -314,7 +317,7 @@ class Armed(Probe):
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
-        """Record trouble, and print it unless it was reported before."""
+        """Record and print trouble. Return the report, or "" if this or `_MOST_REPORTS` others were printed before."""
         # skips in a row have a symptom for each, which counts them
         place: tuple[object, ...] = (record.symptom,)
         if faults:
@@ -375,7 +378,7 @@ def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequ
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
-            weights, and "go" changes nothing.
+            weights; "go" lets it run, and stops watching if it changes weights.
         every: without a dynamic loss scale, look at the gradients of one step in so many.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.

@@ -27,9 +27,10 @@ class Replayed:
     """What a replay has shown.
 
     Attributes:
-        differences: how it differs from the first time, or could not follow it; empty if it was the same, bit for bit.
+        differences: how it differs from the first time, or could not follow it; empty if all that could be compared was
+            equal.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault.
+        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault there.
         micro_batches: the number of losses in the step.
     """
 
@@ -53,7 +54,7 @@ class Replay:
         self._session = session
         self._tracer = tracer
         self._results: dict[int, list[Tensor]] = {}  # by id of the call
-        self._cut: dict[int, Tensor] = {}  # tensors with a graph that is not on the tape, by id: without it
+        self._cut: dict[int, Tensor] = {}  # by id of a tensor whose graph is not on the tape: the tensor detached
         self._scale = 1.0
         self._replayed = Replayed()
 
@@ -74,10 +75,14 @@ class Replay:
         optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
         with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
             begin()
+            renormed = {id(weight) for model in models.values() for weight in _find_renormed(model.modules())}
+            kept = [(weight, read_version(weight)) for weight in self._holders() if id(weight) not in renormed]
             try:
                 self._repeat_all()
             except Exception as error:
                 replayed.obstacle = f"its repetition ended with {type(error).__name__}: {error}".partition("\n")[0]
+            if any(read_version(weight) != version for weight, version in kept):
+                self._note("the calls change weights, and their repetition has changed them again")
             self._tracer.judge_step(None if replayed.obstacle else optimizer, is_skipped=is_skipped)
         self._results.clear()
         return replayed
@@ -151,7 +156,7 @@ class Replay:
         return self._cut[id(tensor)]
 
     def _find_patched(self, function: Any) -> Any:
-        """Return what scripts call in the place of a function of torch: its patch, which casts and is watched."""
+        """Return the patch of a function of torch, which casts and is watched; the function itself if it has none."""
         for owner, name, original, replacement in self._session.patcher.attributes():
             if function is original or function is replacement:
                 return getattr(owner, name)
@@ -179,7 +184,7 @@ class Replay:
             unscaling.rescale_(gradients, scale)
         models = [known for known in self._tape.calls if known.kind is Kind.MODEL]
         passed_on = {id(source) for known in models for source in known.sources}
-        # what goes on to another model gets its gradient from there
+        # a result that is an input of another model gets its gradient from the backward pass of that model
         arrived = [(self._find(made), gradient) for made, gradient in call.arrived if id(made.call) not in passed_on]
         if arrived:
             args, kwargs = ([result for result, _ in arrived], [gradient for _, gradient in arrived]), {}
@@ -198,7 +203,7 @@ class Replay:
             yield binding.flags.groups.read()[1]
 
     def _holders(self) -> list[Tensor]:
-        """Return what may hold a gradient, each once."""
+        """Return the tensors that may hold a gradient, each once."""
         return _find_holders(self._session.models(), self._session.optimizers())
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ class Replay:
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same bits, but that any NaN equals any other."""
+    """Return whether two tensors have the same shape, dtype and values. NaN equals NaN; sparse values are not read."""
     if first.shape != second.shape or first.dtype is not second.dtype:
         return False
     if first.layout is not torch.strided:
@@ -253,12 +258,25 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
             undo.callback(setattr, holder, "grad", gradient)
         for state in states:
             undo.callback(state.restore)
+        for weight in _find_renormed(modules.values()):
+            undo.callback(setattr, weight, "data", weight.data)
+            weight.data = weight.data.clone()
         events.watchers.clear()
         for holder in holders:
             holder.grad = None
         for state in states:
             state.set_scratch_buffers()
         yield
+
+
+def _find_renormed(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the weights that a forward pass writes: those of embeddings with `max_norm`."""
+    weights: dict[int, Tensor] = {}
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if getattr(module, "max_norm", None) is not None and isinstance(weight, Tensor):
+            weights[id(weight)] = weight
+    return list(weights.values())
 
 
 def _find_holders(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Tensor]:

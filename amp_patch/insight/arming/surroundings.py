@@ -61,7 +61,7 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of a takeover."""
+    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of `native`."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.autocast_increment_nesting()
     try:
@@ -124,7 +124,10 @@ class ModuleState:
             self._values = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
 
     def is_changed(self) -> bool:
-        """Return whether an attribute was set since, or a buffer changed or replaced."""
+        """Return whether an attribute is another object now, or a buffer was changed or replaced.
+
+        A change inside of an attribute, such as of a list, is not seen.
+        """
         attributes, buffers = vars(self.module), get_own_buffers(self.module)
         if attributes.keys() != self._attributes.keys() or buffers.keys() != self._buffers.keys():
             return True
@@ -150,7 +153,8 @@ class ModuleState:
     def set_scratch_buffers(self) -> None:
         """Replace the buffers by copies, so that a call cannot change them.
 
-        The statistics of a batch norm may hold NaN of the step that is repeated. In training they are not read.
+        The statistics of a batch norm may hold NaN or inf of the step that is repeated. Their copies have zeros in
+        these places, because the output in training does not depend on them.
         """
         copies = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
         if _is_batch_norm(self.module):
@@ -159,7 +163,7 @@ class ModuleState:
 
 
 def read_version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 if torch does not count it, as in inference mode."""
+    """Return how often a tensor was changed in place; -1 for an inference tensor, which torch does not count."""
     return -1 if tensor.is_inference() else get_version(tensor)
 
 
@@ -170,8 +174,8 @@ def _copy(buffer: Tensor) -> Tensor:
 class StatefulModules:
     """Finds the modules of a model whose attributes or buffers a forward pass changes, and reads their state.
 
-    The first calls of the model compare all its modules. Later calls read only those that were seen to change. The
-    buffers of a batch norm do not count: in training, its output does not depend on them.
+    The first calls of the model compare all its modules. Later calls read only those that were seen to change. A batch
+    norm in training is left out: its output does not depend on its buffers.
     """
 
     def __init__(self) -> None:
@@ -187,7 +191,10 @@ class StatefulModules:
         return [ModuleState(module, copies=True) for module in stateful]
 
     def compare(self, states: Sequence[ModuleState]) -> list[ModuleState]:
-        """Note which modules a call has changed. Return their states from before it."""
+        """Note which modules a call has changed, and return their states from before it.
+
+        After the first calls, return all `states`.
+        """
         if self._calls >= _SCANNED_CALLS:
             return list(states)
         self._calls += 1

@@ -22,7 +22,7 @@ from .surroundings import ModuleState, RandomState, Surroundings, read_version
 
 _FIRST_PRUNING = 64
 _MOST_CALLS = 20_000
-"""The largest number of calls in a step. A step with more is not repeated."""
+"""A step is not repeated if more calls than these are left when `_prune` drops those that are not needed."""
 
 
 class Kind(Enum):
@@ -43,8 +43,7 @@ class Call:
         args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
         caller: the line of the script.
         around: the settings of the thread.
-        random: the state of the generators of random numbers before the call; None if the state before the previous
-            call serves.
+        random: the state of the generators of random numbers before the call; None for a call that draws none.
         states: the states of the modules that the call has changed, from before it.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
@@ -102,7 +101,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.is_over = False  # an optimizer has stepped since the last call, of which there is at least one
+        self.is_over = False  # an optimizer has stepped since the last of these calls
         self.is_too_long = False
         self.is_cut = False  # a tensor with a graph came from code that was not followed
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
@@ -122,7 +121,10 @@ class Tape:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Add a call, which has not run yet or has just run. The first call after a step begins the next step."""
+        """Add a call, which has not run yet or has just run. The first call after a step begins the next step.
+
+        A step that is too long gets no further calls.
+        """
         if self.is_over:
             self.clear()
         call.args = tuple(self._name_all(call, args))
@@ -137,7 +139,7 @@ class Tape:
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
         """Note the tensors that a call has returned. Its function may have changed them in place."""
         for position, tensor in enumerate(results):
-            if isinstance(tensor, Parameter):  # returned as it is. torch swaps no tensors that have a weak reference
+            if isinstance(tensor, Parameter):  # torch.utils.swap_tensors refuses it with a weak reference
                 call.made.append((_find_nothing, 0))
                 continue
             reference = weakref.ref(tensor)
@@ -186,7 +188,7 @@ class Tape:
         return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
-        """Keep the gradient of a result of a model, a hook, if the tape does not lead from that result to the loss."""
+        """Keep the gradient of a result of a model, if some tensor came from code that was not followed. A hook."""
         last = self.calls[-1] if self.calls else None
         if self.is_cut and last is not None and last.kind is Kind.BACKWARD:
             last.arrived.append((made, gradient.detach()))
@@ -211,7 +213,7 @@ class Tape:
 
 
 def has_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor has a node of a backward pass."""
+    """Return whether a tensor has a `grad_fn`."""
     try:
         return tensor.grad_fn is not None
     except RuntimeError:  # a view that was made without gradients, whose base was changed, as by `init.orthogonal_`
@@ -223,7 +225,7 @@ def _find_nothing() -> None:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; if the call changes its argument, also for that source."""
+    """Yield for each result whether it is alive; if the call changes its argument, also for the call that made that."""
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:

@@ -14,7 +14,9 @@ from ...session import Session
 from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
-"""So many steps that a dynamic loss scale skips in a row are trouble. Fewer are the search for a scale that fits."""
+"""This many skipped steps in a row are trouble. Fewer are a dynamic loss scale's search for a value that fits, as long
+as it is at least 1 and no loss is known to be inf or NaN.
+"""
 
 
 class Trouble(NamedTuple):
@@ -22,7 +24,7 @@ class Trouble(NamedTuple):
 
     Attributes:
         symptom: in words.
-        loss: the loss that is not finite; None if there is none.
+        loss: the loss that is not finite; None if none is known.
         is_skipped: whether a dynamic loss scale skips the step.
     """
 
@@ -64,9 +66,9 @@ class _Losses:
     """The losses of a step, and of the run.
 
     Attributes:
-        bad: a loss of this step that is not finite.
-        smallest: the smallest loss of the run; on other devices than a CPU, the first one.
-        pending: the losses of this step that are on their way to the host.
+        bad: a loss of this step that is not finite; None if none is known.
+        smallest: the smallest finite loss of the run that the host has read; inf before one.
+        first: the first loss on another device than a CPU, which is not read yet.
     """
 
     bad: float | None = None
@@ -87,11 +89,10 @@ class TroubleWatch:
         self._steps = 0
         self._skips: dict[int, _Skips] = {}  # by id of the optimizer
         self._losses = _Losses()
-        self._largest_weight = math.inf
         self._of_step: list[Tensor] = []  # losses on other devices than a CPU
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss. On a CPU its value is read, elsewhere it is left until the host waits for the gradients."""
+        """Note a loss of one element. On a CPU it is read now; on other devices, once `judge` finds inf or NaN."""
         if loss.numel() != 1:
             return
         value = loss.detach()
@@ -109,7 +110,10 @@ class TroubleWatch:
             self._losses.bad = value
 
     def smallest_loss(self) -> float:
-        """Return the smallest loss so far, or the first one. Waits for the device."""
+        """Return the smallest of the finite losses that were read, and of the first loss on a device; inf without one.
+
+        Waits for the device.
+        """
         first = self._losses.first
         return self._losses.smallest if first is None else min(self._losses.smallest, float(first))
 
@@ -124,7 +128,7 @@ class TroubleWatch:
         return self._losses.bad
 
     def judge(self, session: Session, optimizer: Optimizer) -> Trouble | None:
-        """Return the trouble of a step that is about to be taken or skipped."""
+        """Return the trouble of a step that is about to be taken or skipped; None without one."""
         flags, may_skip = session.overflow_flags(optimizer)
         if may_skip:
             return self._judge_skips(session, optimizer, flags)
@@ -169,7 +173,8 @@ def _ordinal(number: int) -> str:
 def _has_bad_gradients(optimizer: Optimizer, losses: list[Tensor], *, has_flags: bool) -> bool:
     """Return whether a gradient of an optimizer or a loss is not finite.
 
-    Waits once. If there may be such a gradient, waits for each. With flags, the gradients have been looked at.
+    Waits once for each device. If there may be such a gradient, waits for each gradient. With `has_flags`, only losses
+    are looked at, because the flags tell of gradients.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [value.reshape(()).float() for value in losses]

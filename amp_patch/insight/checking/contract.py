@@ -88,7 +88,7 @@ class HardwareRecord:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
         threads: the number of threads of the runs.
         kept: of the 16-bit tensors that lose changes by rounding, the share of elements whose change is stored; None if
-            no tensor loses any.
+            no tensor loses any, or if the run that measures it failed.
         kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
         problem: why no number is promised; "" if numbers are promised.
     """
@@ -111,9 +111,10 @@ class ModuleRecord:
     Attributes:
         module, type: the qualified name, and the name of the class.
         dtype: the dtype of the output.
-        error: the relative error (L2) of the output against float32, in the first step; None if not measured.
+        error: the relative error (L2) of the output against float32, in the first step; None if it was not
+            measured, or is not finite.
         weights: the norm of the parameters before the first step.
-        output: the norm of the output of the first call.
+        output: the norm of the output of the first call with gradients.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
         last_gradient, last_update: the same in the last step.
@@ -280,7 +281,7 @@ def pack(sketch: tuple[float, ...]) -> str:
 
 
 def unpack(text: str) -> tuple[float, ...]:
-    """Return the values of a sketch that `pack` made; () for other text."""
+    """Return the values of a sketch that `pack` made; () for text that is no base64 of whole float32 values."""
     try:
         data = base64.b64decode(text, validate=True)
         return struct.unpack(f"<{len(data) // 4}f", data)

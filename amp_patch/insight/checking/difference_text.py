@@ -10,14 +10,14 @@ from ..recordings import Recording
 from ..records import ComparisonRecord
 from .contract import Contract, ContractOp
 from .op_differences import Moved, OpDifferences, find_differences, read_ops
-from .verdict import describe_dtypes, describe_move, judge, list_constants
+from .verdict import describe_dtypes, describe_move, judge, judge_optimizers, list_constants
 
 SAME = 1.25
 """Two errors of a layer count as equal if they differ by no more than this factor."""
 
 
 def describe_files(before: Path, after: Path) -> list[str]:
-    """Return a line for each difference of two files: contracts, recordings of ops, or comparisons.
+    """Return lines on the differences of two files: contracts, recordings of ops, or comparisons.
 
     A contract and a recording are compared by their ops. Raises RecordError for other files, and for two that have
     nothing in common.
@@ -77,20 +77,21 @@ def _name_pair(pair: Moved) -> str:
 
 
 def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
-    """Yield a line for each difference of two contracts: in the run, in the ops, and for each kind of hardware."""
+    """Yield lines on the differences of two contracts: in the run, the ops, the optimizers, and the numbers."""
     for name in ("torch", "level", "low", "device", "steps", "seed"):
         was, value = getattr(old.about, name), getattr(new.about, name)
         if was != value:
-            yield f"{name}: {was or 'none'} -> {value or 'none'}"
+            yield f"{name}: {'none' if was == '' else was} -> {'none' if value == '' else value}"
     yield from describe_differences(find_differences(old.ops, new.ops))
+    yield from (f"{broken.kind}: {broken.text}" for broken in judge_optimizers(old, new))
     for hardware in sorted(old.numbers.keys() | new.numbers.keys()):
         if hardware not in new.numbers or hardware not in old.numbers:
             yield f"numbers for {hardware}: only in {'BEFORE' if hardware in old.numbers else 'AFTER'}"
             continue
         on_hardware = Contract(new.about, new.optimizers, new.ops, {hardware: new.numbers[hardware]})
         for broken in judge(old, on_hardware).breaks:
-            # the ops were compared above, once for all hardware
-            if broken.kind not in ("precision", "rule", "cast", "constant", "ops"):
+            # ops and optimizers were compared above, once for all hardware
+            if broken.kind not in ("precision", "rule", "cast", "constant", "ops", "optimizer"):
                 yield f"{broken.kind}: {broken.text}"
 
 
@@ -131,8 +132,8 @@ def _compare_layers(name: str, old: Summary, new: Summary) -> Iterator[str]:
 
 
 def _differ(before: float, after: float) -> bool:
-    """Return whether two errors differ by more than the factor `SAME`."""
+    """Return whether two errors differ by more than the factor `SAME`. inf and NaN are equal only to themselves."""
     if not math.isfinite(before) or not math.isfinite(after):
-        return before != after
+        return before != after and not (math.isnan(before) and math.isnan(after))
     smaller, larger = sorted((abs(before), abs(after)))
     return larger > SAME * smaller

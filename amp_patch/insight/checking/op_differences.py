@@ -64,7 +64,7 @@ class OpDifferences:
 
 
 def is_cast(op: ContractOp) -> bool:
-    """Return whether an op only casts from one floating dtype to another."""
+    """Return whether an op only casts floating values to another dtype."""
     is_copy = strip_spelling(op.op) in (
         "_to_copy",
         "copy",
@@ -131,8 +131,8 @@ def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[Contrac
     """Return a pair of names for each module: its name in the first run, and its partner's in the second.
 
     Partners are, in this order: modules with equal calls, if a module was renamed; modules of the same name; modules
-    with calls of the same ops, whatever their dtypes. A module without a partner is paired with its own name, which the
-    other run does not have.
+    with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is paired with its
+    own name, which the other run does not have.
     """
     pairs: list[tuple[str, str]] = []
 
@@ -201,7 +201,7 @@ def _compare(
     """Compare the calls of a module in the first run, `old`, with the calls of its partner in the second, `new`.
 
     Calls without an equal are paired with calls of the same op, and added to `differences.moved`. Calls that are still
-    left are added to `vanished` and `appeared`.
+    left are added to `vanished` and `appeared`. Other constants are added to `differences.changed`.
     """
     unequal_old, unequal_new = _subtract(old, new), _subtract(new, old)
     for name in dict.fromkeys(strip_spelling(op.op) for op in (*old, *new)):

@@ -25,7 +25,8 @@ RECORDED = 1
 class ContractProbe(CurveProbe):
     """Records the losses, the ops of the second step, and numbers of modules, optimizers and steps.
 
-    Waits for the device at each module in the first step, and several times in each later step.
+    Waits for the device at each module in the first step, and in each step at each gradient and each update of a
+    parameter.
 
     Args:
         steps: the number of steps.

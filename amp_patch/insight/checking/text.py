@@ -7,7 +7,7 @@ from .contract import Contract, Numbers
 from .verdict import Break, Verdict
 
 SHOWN = 8
-"""The number of broken promises that are shown after the first."""
+"""The largest number of broken promises that are shown after the first."""
 
 _TITLES = {
     "region": "the script uses no mixed precision any more",

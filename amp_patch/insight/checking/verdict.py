@@ -23,7 +23,9 @@ their dtypes.
 """
 
 GROWN = 2.0
-"""A report mentions the error of an output against float32 if it has grown by more than this factor."""
+"""A diff of two contracts mentions the error against float32 of an output out of its band if it has grown by more than
+this factor. A check does not measure this error.
+"""
 
 MOST_LOST = 2.0
 """A training may lose this multiple of the share of updates that it lost when the contract was made."""
@@ -88,7 +90,7 @@ def judge(contract: Contract, now: Contract) -> Verdict:
         )
     verdict.differences = differences = find_differences(*ops)
     verdict.breaks.extend(_judge_ops(contract, now, differences))
-    verdict.breaks.extend(_judge_optimizers(contract, now))
+    verdict.breaks.extend(judge_optimizers(contract, now))
     (measured,) = now.numbers.values()
     promised = contract.numbers.get(measured.hardware.name)
     result = "no promised number left its band"
@@ -122,7 +124,10 @@ def _only_listed(ops: Sequence[ContractOp]) -> list[ContractOp]:
 
 
 def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) -> Iterator[Break]:
-    """Yield a broken promise for each op with other dtypes, another rule or other constants, and for each cast."""
+    """Yield a broken promise for each op with other dtypes, another rule or other constants.
+
+    Also yield one for each cast that only one run has.
+    """
     upgrade = Upgrade(contract.about.torch, now.about.torch, now.about.device)
 
     def describe(pair: Moved) -> str:
@@ -234,7 +239,7 @@ _KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped",
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def _judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
+def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
     """Yield a broken promise for each parameter group that is missing or new, or has another class or setting."""
     before = {(record.number, record.group): record for record in contract.optimizers}
     after = {(record.number, record.group): record for record in now.optimizers}

@@ -44,7 +44,9 @@ DROPPED = 0.05
 """A run is worse if it drops more than this share of the batches, and more than one."""
 
 MOST_SKIPS = 20
-"""A loss scale that starts at 2**16 fits after at most this many skipped steps. A run that skips more never learns."""
+"""A loss scale that starts at 2**16 fits after at most this many skipped steps. A run of more steps that skips them all
+never learns.
+"""
 
 WITHIN_NOISE = "within noise"
 
@@ -121,7 +123,8 @@ class Assessment:
         reason = self._find_reason()
         noise, size = self._summary.noise or 0.0, abs(self._reference_loss)
         if reason == WITHIN_NOISE and abs(self._difference) > ALIKE * size:
-            return f"not told apart from {reference} ({shown}, {reason}, which is {noise / size:.0%} of the loss)"
+            share = f"which is {noise / size:.0%} of the loss" if size else "and the loss is 0"
+            return f"not told apart from {reference} ({shown}, {reason}, {share})"
         if reason:
             return f"as good as {reference} ({shown}, {reason})"
         if self._difference > 0 and self.row.skipped:
@@ -213,6 +216,8 @@ class Assessment:
     def _describe_difference(self) -> str:
         """Return the difference of the losses in words, such as "0.5% higher"."""
         size, loss = abs(self._difference), abs(self._reference_loss)
+        if not size:
+            return "the same"
         direction = "lower"
         if self._difference > 0:
             direction = "higher"
@@ -238,8 +243,9 @@ class Assessment:
         factor, time_noise = self.row.factor, self._summary.time_noise
         if self._is_all_skipped:
             return "time and memory not judged, since every step was skipped"
-        if self._reference_row.ms is None:
-            return f"time not judged, since {self._reference} gives the script float32 op by op"
+        for row in (self._reference_row, self.row):
+            if row.ms is None:
+                return f"time not judged, since {row.name} gives the script float32 op by op"
         if factor is None or self.row.steps < TIMED_STEPS:
             return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
         noise = max(time_noise, 1 + _ALIKE_IN_COST)

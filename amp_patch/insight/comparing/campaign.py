@@ -162,6 +162,8 @@ class Campaign:
     A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
     bits, and is called "script".
 
+    If two seeds give the reference the same losses, no further run is made.
+
     If the training fails in float32 for a reason that has nothing to do with dtypes, no other run is made. If two runs
     fail for the same reason, and none has come to its end, the remaining runs are left out.
     """

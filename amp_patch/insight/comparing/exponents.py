@@ -1,4 +1,4 @@
-"""Counts of gradients by magnitude, from which the effect of a 16-bit dtype at any loss scale is computed exactly.
+"""Counts of gradients by magnitude. They show how many of them a 16-bit dtype loses at each loss scale.
 
 The magnitudes from 2**e up to, but not including, 2**(e + 1) are counted in four classes:
 

@@ -18,9 +18,9 @@ from ..tensors import tensors_in
 class PeakMeter:
     """Measures the peak of the memory of a session.
 
-    On an accelerator, the allocator of torch reports the peak. On MPS it does not, so the peak is None. On a CPU, a
-    dispatch mode adds up the storages that are alive: weights, masters, gradients and optimizer states, and all results
-    of ops. Memory that ops use internally is not counted there.
+    On an accelerator, the allocator of torch reports the peak of the process. On MPS it does not, so the peak is None.
+    On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, gradients and optimizer states, and
+    all results of ops. Memory that ops use internally is not counted there.
 
     Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
 

@@ -31,7 +31,7 @@ _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dro
 
 
 class LowOps:
-    """Notes which ops of a step have a result in 16 bits. The records have no errors."""
+    """Notes which ops of a step have a result in 16 bits, while gradients are enabled. The records have no errors."""
 
     def __init__(self) -> None:
         self._watch: OpWatch | None = None
@@ -101,7 +101,8 @@ class LowOps:
 class OpErrors(LowOps):
     """Measures the error of each op of a step in float16 and in bfloat16, in a run in float32.
 
-    Each call runs three times: in both 16-bit dtypes, by a `Shadow` each, and in float32, whose result the script gets.
+    A call runs three times: in both 16-bit dtypes, by a `Shadow` each, and in float32, whose result the script gets. It
+    runs once if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
     """
 
     def __init__(self) -> None:

@@ -113,7 +113,7 @@ class Summary:
     def first_difference(self, name: str) -> float | None:
         """Return the largest difference, over the seeds, of the loss in the first step from the reference's.
 
-        None if the run began with other weights than the reference.
+        None if the run began with other weights than the reference, or if no such difference is finite.
         """
         of_seeds = [abs(of_seed[0]) for of_seed in self.differences(name) if of_seed and math.isfinite(of_seed[0])]
         run = next(run for run in self.runs if run.run == name)

@@ -37,7 +37,7 @@ class Judged(NamedTuple):
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
-    """Return the verdicts, the table and the notes. The table has at most `width` columns; None: all that it needs."""
+    """Return the verdicts, the table and the notes. The table is shortened towards `width` characters; None: not."""
     verdicts = [verdict.text for verdict in judge_runs(comparison)]
     if verdicts:
         verdicts.append("")
@@ -132,7 +132,7 @@ def _assess(comparison: Summary) -> list[Assessment]:
 
 
 def judge_runs(comparison: Summary) -> list[Judged]:
-    """Return the verdict on each run, a line each: first on those that took their steps, then on those that failed."""
+    """Return a verdict on each run with losses but the reference, and then one on each error of runs that failed."""
     verdicts = []
     for run in _assess(comparison):
         if run.row.loss is not None:

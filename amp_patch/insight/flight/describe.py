@@ -1,4 +1,6 @@
-"""The samples of a flight recorder in words: magnitudes that have grown, and when a format ends. Needs no torch."""
+"""The samples of a flight recorder in words: magnitudes that have grown, and when they pass the largest number of their
+format, which messages call its end. Needs no torch.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +26,10 @@ ZEROS_ROSE = 0.25
 """Zeros have grown if their share has risen by so much."""
 
 FAR = 8.0
-"""A rise by so many powers of two is always told."""
+"""A rise by this many powers of two is reported in any case."""
 
 STEADY = 2.0
-"""A rise by so many powers of two is told of an output that is large."""
+"""A rise by this many powers of two is reported if it leads to a large output or value, or to inf or NaN."""
 
 LARGE = 64.0
 """An output is large from here on: a fourth of the square root of the largest float16. The product of two such values,
@@ -35,7 +37,7 @@ as in attention, is not far from the end of float16.
 """
 
 SCALE_FELL = 64.0
-"""A loss scale has fallen if it is smaller by this factor than it mostly was."""
+"""A loss scale has fallen if it is smaller than its median by at least this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,9 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
 
 
 def _find_growth(record: FlightRecord) -> Growth | None:
-    """Return the growth before the first inf or NaN, if the last sample is one. Later samples between them show no
-    growth, since larger ones would be inf. Without one, of all samples.
+    """Return the growth over all samples; if the last one is inf or NaN, the growth before the first inf or NaN.
+
+    Finite samples after that show no growth, since larger ones would be inf. They count if there is none before.
     """
     if not math.isfinite(record.largest[-1]):
         finite = next(place for place, largest in enumerate(record.largest) if not math.isfinite(largest))
@@ -104,14 +107,15 @@ def _order(grown: Grown) -> tuple[int, float, float]:
 
 
 def find_limit(record: FlightRecord) -> float:
-    """Return the largest number of the format that a tensor meets: the next op may cast it to 16 bits."""
+    """Return the largest number of the 16-bit dtype of the run, to which the next op may cast; else of float32."""
     return LARGEST.get(record.low, _LARGEST_FLOAT32)
 
 
 def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> list[str]:
-    """Return a line for each magnitude that has grown, for gradients that vanish, and for a loss scale that fell.
+    """Return lines about magnitudes that have grown, gradients that vanish, and loss scales that fell.
 
-    Equal layers share a line. Lines about the module of a fault come first. There is none if nothing has grown.
+    Equal layers share a line. At most `_MOST_LINES` lines name magnitudes, first those of the module of a fault; one
+    more counts the others.
     """
     grown = find_grown(records)
     groups: dict[tuple[FlightKind, str], list[Grown]] = {}

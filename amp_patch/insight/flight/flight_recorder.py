@@ -28,7 +28,7 @@ from .sampler import Sampler
 from .steps import StepFollower
 
 _WRITE_SECONDS = 600.0
-"""The file is written this often, so that a process which is killed leaves most of its samples. Formatting 256
+"""The file is written at most this often, so that a process which is killed leaves most of its samples. Formatting 256
 samples of 1,000 layers with weights, each with an activation, took 3 s on an AMD EPYC.
 """
 
@@ -38,9 +38,10 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    It changes no number of the training. In a step that is not sampled, it costs two Python calls. A sampled step has a
-    forward hook on each module, and takes two kernel launches for each output and each gradient. The host does not wait
-    for them. It works under `torch.autocast`, under `amp.initialize` and without mixed precision.
+    It changes no number of the training. In a step that is not sampled, it costs two hooks of the optimizer. A sampled
+    step has a forward hook on each module, and takes two kernel launches for each output and each gradient. The host
+    does not wait for them, except on MPS. It works under `torch.autocast`, under `amp.initialize` and without mixed
+    precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
     recorded without the loss scale of `amp.initialize` or a GradScaler. A loss that the script scales itself leaves its
@@ -87,7 +88,7 @@ class FlightRecorder:
         Args:
             models: a model, or a list of them.
             optimizers: an optimizer, or a list of them.
-            scaler: the GradScaler of the loop. It records its scale, and counts the steps that it skips.
+            scaler: the GradScaler of the loop. Its scale is recorded, and the steps that it skips are counted.
         """
         new_models, new_optimizers = as_models(models), as_optimizers(optimizers)
         if not new_models or not new_optimizers:
@@ -120,7 +121,10 @@ class FlightRecorder:
 
     @property
     def records(self) -> list[FlightRecord]:
-        """The samples of each module. Waits until they are on the host."""
+        """The samples: for each module a record of outputs and one of gradients; one for each value and loss scale.
+
+        Waits until they are on the host.
+        """
         return self._sampler.records()
 
     @property
@@ -129,11 +133,14 @@ class FlightRecorder:
         return self._make_recording(self.records)
 
     def summary(self) -> str:
-        """Return which magnitudes have grown, over which steps, and when float16 will end at this pace."""
+        """Return which magnitudes have grown, over which steps, and when they will reach the end of their format.
+
+        The end is the largest number of the 16-bit dtype of the run; without one, of float32.
+        """
         return summarize(self.records)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the samples to a file, one line of JSON for each module. The file is written whole, or not at all.
+        """Write the samples to a file, a line of JSON for each of `records`. The file is written whole, or not at all.
 
         `amp-patch explain --from` and `insight.Recording.read` read it. Raises OSError.
         """
@@ -159,8 +166,8 @@ class FlightRecorder:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def _hand_on(self) -> None:
-        """Send earlier samples to the tracker, and write the file if it is due, unless either would wait. Count the
-        sample that is about to end.
+        """Pass earlier samples to `on_sample`, and write the file if it is due, unless the host would have to wait for
+        the device. Count the sample that is about to end.
         """
         if self._unsent and self._sampler.has_arrived():
             self._send()
@@ -170,7 +177,7 @@ class FlightRecorder:
         self._unsent += 1
 
     def _send(self) -> None:
-        """Give the samples that it has not had yet to `on_sample`. Waits until they are on the host."""
+        """Call `on_sample` for the samples that it has not had yet. Waits until they are on the host."""
         if self._on_sample is not None and self._unsent:
             numbers: dict[int, dict[str, float]] = {}
             for record in self._sampler.records(self._unsent):
@@ -203,7 +210,7 @@ class FlightRecorder:
         return Recording(self._describe() if self._run is None else self._run, list(records))
 
     def _describe(self) -> RunRecord:
-        """Return the record of the run: of the session in force, or without one."""
+        """Return the record of the run: of the open session, else of the last one, else from the models and samples."""
         session = current.state.session
         if session is not None:
             return describe_run(session)

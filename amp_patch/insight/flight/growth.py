@@ -1,4 +1,4 @@
-"""`find_growth`: whether magnitudes have grown up to the last sample, and when the format will end. Needs no torch.
+"""`find_growth`: whether magnitudes have grown up to the last sample, and when they will reach a limit. Needs no torch.
 
 The magnitudes are fitted by an exponential: their base-2 logarithms by a line over the steps.
 
@@ -29,8 +29,8 @@ ORDERED = 0.7
 """Of all pairs of blocks, the later one must be larger in so many more than it is smaller (Kendall's tau)."""
 
 PACE_KEPT = 0.5
-"""The last half of the window must rise at this part of the pace of the whole window. A rise that levels off is the
-beginning of a healthy training.
+"""The last half of the window must rise at least at this part of the pace of the whole window. A rise that levels off
+is the beginning of a healthy training.
 """
 
 HORIZON = 2.0

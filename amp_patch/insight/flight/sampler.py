@@ -28,7 +28,7 @@ from ..tensors import floating_in
 from .sheet import UNSEEN, Columns, Page, Sheet
 
 _SPARE_ROWS = 64
-"""Rows for values that a script shows for the first time in a step that has begun already."""
+"""Rows for values that a script passes to `observe` for the first time in a step that has begun already."""
 
 
 class _OutputHook:
@@ -132,7 +132,7 @@ class Sampler:
         self._get_models, self._session, self._scalers = list, None, ()
 
     def pause(self) -> None:
-        """Ignore modules that are called until `go_on`."""
+        """Measure nothing until `go_on`."""
         self._is_paused = True
 
     def go_on(self) -> None:
@@ -157,8 +157,8 @@ class Sampler:
             self._sheets[device].begin()
 
     def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
-        """Measure the output of a module. A tensor that the last module has returned already is its, and is left out:
-        so containers without ops of their own have no samples.
+        """Measure the output of a module, but no tensor that the module before has returned already: so containers
+        without ops of their own have no samples.
         """
         if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
             return

@@ -1,4 +1,4 @@
-"""`Sheet`: measures the tensors of one sampled step on their device, without a wait.
+"""`Sheet`: measures the tensors of one sampled step on their device. The host waits only on MPS.
 
 A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. A step
 takes six for all tensors together, and one copy to the host, for which nothing waits.
@@ -37,9 +37,9 @@ class Page:
     """What was measured in one step on one device, on its way to the host.
 
     Attributes:
-        counts: for each row that was measured, the number of values of which the shares are.
+        counts: for each row that was measured, the number of values among which zeros and near values are counted.
         numbers: float32 on the host, of shape (3, rows): largest magnitudes, counts of zeros, counts beyond `NEAR`.
-        event: comes true when `numbers` has arrived; None if it is there already.
+        event: reached once `numbers` has arrived; None if it is there already.
     """
 
     counts: dict[int, int]

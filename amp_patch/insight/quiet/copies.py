@@ -131,7 +131,10 @@ class CopyWatch:
 
 
 def _is_alike(weight: Tensor, copy: Tensor) -> bool:
-    """Return whether a copy has the values of a weight, by samples. A weight that is not contiguous is not compared."""
+    """Return whether a copy has the values of a weight, by samples. NaN equals NaN.
+
+    True for a weight that is not contiguous, which is not compared.
+    """
     if not weight.is_contiguous() or weight.numel() == 0:
         return True
     stride = -(-weight.numel() // _SAMPLES)

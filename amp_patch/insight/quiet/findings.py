@@ -1,4 +1,7 @@
-"""`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps."""
+"""`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps.
+
+A *loss* here is a loss of values by rounding, not the loss of the training.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,7 +80,8 @@ class Findings:
             finding.kept = kept if finding.kept is None else min(kept, finding.kept)
         if error is not None:
             finding.error = error if finding.error is None else max(error, finding.error)
-        finding.used = finding.used or used
+        if used != place.site:
+            finding.used = finding.used or used
         finding.tensor = finding.tensor or tensor
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:

@@ -23,7 +23,7 @@ Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 th
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if in float32 its norm would be less than this part of it."""
+"""A tensor collects rounding errors, as in Kahan's sum, if its norm is this much smaller when computed in float32."""
 
 NEGLIGIBLE = 1e-6
 """The gradient of a tensor is noise if its mean squared change is at most this part of the largest one."""
@@ -43,7 +43,8 @@ class Source:
         site, op, module: the line of the script, the op, and the module that runs.
         optimizer: the class of the optimizer whose step runs; "" outside of steps.
         is_sum: whether one op adds many values to an element.
-        role: "weights", or the name of a state of the optimizer, or "gradients" that are summed; "" for other tensors.
+        role: "weights", the name of a state of the optimizer, "gradients" that are summed, or `WEIGHT_DECAY`; "" for
+            other tensors.
     """
 
     site: str
@@ -115,7 +116,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        """The share of elements whose change is not lost."""
+        """Of the elements that should change, the share that changes."""
         return self.kept / self.changed
 
 

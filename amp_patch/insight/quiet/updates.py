@@ -1,8 +1,8 @@
 """`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
-bits, every op that changes it runs a second time in float32, on a copy. When the step ends, the stored change is
-compared with the true one.
+bits, the ops that change it run a second time in float32, on a copy, as far as `BUDGET` allows. When the step ends, the
+stored change is compared with the true one.
 """
 
 import weakref
@@ -69,7 +69,8 @@ class _Successor(NamedTuple):
 
 
 class UpdateWatch:
-    """Follows the changes of 16-bit tensors. It reads values on the host when a step ends, and changes none.
+    """Follows the changes of 16-bit tensors. It reads values on the host when a step begins and ends, and changes
+    none.
 
     Args:
         name: returns the qualified name of a tensor of a model, "" for another tensor, and None for a tensor whose
@@ -95,7 +96,7 @@ class UpdateWatch:
         self.step = 0
 
     def records(self) -> list[Any]:
-        """Return the losses so far."""
+        """Return the records of the lost changes so far."""
         return self.tally.records()
 
     # ---- steps -------------------------------------------------------------------------------------------------------

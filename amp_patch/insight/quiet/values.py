@@ -26,7 +26,7 @@ LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
 """The most elements of a value that is followed, and of the results of an op on it. Positions and times have fewer."""
 
 DISTINCT = 0.75
-"""Evenly spaced values collapse if a smaller share of them stays distinct."""
+"""Evenly spaced values collapse if at most this share of them stays distinct."""
 
 WRONG = 0.1
 """Sines and cosines are wrong if their error, relative to the exact ones, is larger."""
@@ -44,25 +44,28 @@ UNLIKE = 0.25
 """A result is lost in rounding if it differs by more than this part from the one without rounding before it."""
 
 _ROUNDING = 0.2
-"""The root mean square of rounding errors, divided by that of the values and by `torch.finfo(dtype).eps`."""
+"""The root mean square of rounding errors, as a multiple of `torch.finfo(dtype).eps` times the one of the values."""
 
-_NEAR = 4.0  # only a result whose magnitude is smaller than the operands' by this factor is looked at
+_NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if theirs is unknown
 
 _MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
-"""Ops that make evenly spaced values."""
+"""Ops whose 16-bit results are followed: ranges and running sums."""
 
 _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "cat", "stack", "repeat", "select_scatter", "cumsum"}
     | {"bmm", "mm", "slice", "expand", "roll", "flip", "repeat_interleave"}
 )
-"""Ops beside the pointwise ones through which values are followed. A product is followed if nothing is summed in it."""
+"""Ops through which values are followed, besides pointwise ops and ops with integer results.
+
+A product of matrices is followed only if its inner dimension is 1, so that it sums nothing.
+"""
 
 _WAVES = frozenset({"sin", "cos"})
 _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
-"""Ops that measure the size of a difference."""
+"""Ops that read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
-"""Ops after which a difference is still to be judged."""
+"""Ops that pass a lost difference on: the next op shows whether the loss does harm."""
 
 _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
@@ -110,7 +113,7 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: its rounding
+        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: its 16-bit dtype
         self._differences: dict[int, _Difference] = {}  # by the id of the record of the result
 
     def end_step(self) -> None:
@@ -276,7 +279,7 @@ class ValueWatch:
             self._findings.pass_over(QuietCause.CANCELLED, place)
 
     def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
-        """Store in `twins` the values of a tensor if the last ops before it, `depth` + 1 deep, had run in float32."""
+        """Store in `twins` the values that a tensor would have if the last `depth` + 1 ops before it ran in float32."""
         known = self._storages.find(tensor)
         op = None if known is None else self._find_op(known)
         if op is None or is_random(op.function) or op.overload.written:
@@ -344,7 +347,7 @@ def _make_in_float32(op: Op) -> Tensor | None:
 
 
 def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
-    """Return the share of evenly spaced values that stay distinct; None for other values, or fewer than 16."""
+    """Return the share of evenly spaced values that stay distinct; None for others, or fewer than 16 distinct ones."""
     values = exact.double().unique()
     if values.numel() < 16:
         return None

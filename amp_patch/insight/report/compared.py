@@ -66,8 +66,8 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
             "div",
             draw_figure(
                 differences,
-                f"Difference from {reference}, its size{smoothed}. Grey: the difference from"
-                " weights off by one unit in the last place. Ticks: skipped steps.",
+                f"Size of the difference from {reference}{smoothed}. Grey: the difference that weights"
+                " off by one unit in the last place make. Ticks: skipped steps.",
                 label=f"difference of the loss from {reference}",
                 noise=noise,
             ),

@@ -1,4 +1,4 @@
-"""The section of a flight recorder: a chart for each module, gradient or value that has grown."""
+"""The section of a flight recorder: charts of modules, gradients and values that have grown, and of loss scales."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from .charts import Series, draw_figure
 from .markup import Markup, element
 
 MOST_CHARTS = 12
-"""The most charts of what has grown. The other samples are in the data of the page."""
+"""The most charts of values that have grown. The other samples are in the data of the page."""
 
 _LARGEST_SHOWN = 1e6  # the end of float16 fits on the axis of a chart; the ends of bfloat16 and float32 do not
 

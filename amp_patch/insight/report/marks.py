@@ -51,7 +51,7 @@ def place_marks(
     """Yield where the marks of a line lie: no two of `count` lines have marks at the same x.
 
     `points` are pixels, with NaN for gaps. `order` says which of the lines it is, `ends` where the chart begins and
-    ends. A line without room for a mark of its own turn has one at its last point.
+    ends. A line with a gap at each of its own places has a mark at its last point, where other lines may have one.
     """
     start, stop = ends
     marks = max(1, min(MOST, int((stop - start) / (ROOM * count))))

@@ -26,7 +26,7 @@ def write_report(recording: Recording, path: str | os.PathLike[str], *, command:
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:
-    """Return the page of a recording: a section for each kind of record, and all records for download.
+    """Return the page of a recording: its comparison, flight recorder and ops, if any, and all records for download.
 
     `command` is shown, unless the recording has its own.
     """
@@ -48,7 +48,10 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 def make_page(
     title: str, terms: list[tuple[str, str]], sections: Sequence[Markup], *, colours: Sequence[str] = ()
 ) -> str:
-    """Return a page with terms below its title, and sections. Series of `colours` have the numbers of their places."""
+    """Return a page with terms below its title, and sections.
+
+    `colours`: the names of runs. The index of a name is the number of the series that has its colour.
+    """
     return _frame(title, [_describe(terms), *sections], _style_of(colours))
 
 

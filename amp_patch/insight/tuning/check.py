@@ -19,12 +19,12 @@ class Check(Probe):
     """Records the losses and gradients of `steps` steps of each optimizer.
 
     After each step, the optimizer's weights from before its first step are restored. So the steps of two runs can be
-    compared one by one: an error in one step does not change the next.
+    compared one by one: an error in one step does not change the weights of the next.
 
     Args:
         steps: the number of steps.
         loss_scale: the initial loss scale of dynamic scalers; None: the script's own.
-        on_end: called after the last step.
+        on_end: called after the last step, or when an optimizer begins one step more than `steps`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Check(Probe):
         self._losses.append(loss.detach().float().mean())
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Record the gradients, or end the run if all its steps are taken."""
+        """Record the gradients, or end the run if this optimizer has taken all its steps."""
         number = self._number(optimizer)
         self._begun.add(number)
         if self._taken[number] >= self._steps:

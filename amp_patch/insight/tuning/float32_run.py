@@ -96,7 +96,7 @@ class _Shadowing:
         self._undo = UndoStack()
 
     def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Note the name of a module, and the dtype that the script's own module rules give it. So for its submodules.
+        """Note the names of a module and its submodules, and the dtypes that the script's own module rules give them.
 
         `inherited`: the dtype of the module around it: "low", "float32", or "" for none.
         """

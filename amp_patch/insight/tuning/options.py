@@ -18,7 +18,7 @@ class TuneOptions:
         opt_level: the level to tune for; None: the training's own level, or its regions of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: what entries of the list may name: "modules"; "ops"; or "both", that is modules, and ops that run
-            outside of modules.
+            in no submodule.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
         steps: number of steps in which runs are compared, each from the initial weights of the training. At least 20
             steps are traced with the list that is found.

@@ -112,7 +112,7 @@ class Ranking:
         """Return the largest power of 2 as a loss scale at which no gradient overflows, with room for later steps.
 
         Gradients in modules of `forced` entries do not count, because they are float32. Returns None if the script has
-        no dynamic scale, or if no gradient overflows at the script's scale.
+        no dynamic scale, or if the gradients fit, with this room, at the script's scale.
         """
         magnitudes = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
         for gradient in self._gradients:
@@ -122,10 +122,10 @@ class Ranking:
         return self._lower(max(magnitudes, default=0.0), self._loss_scale)
 
     def find_scale_of_loss(self, scale: float | None) -> float | None:
-        """Return the largest power of 2 as a loss scale at which the gradient of the loss itself does not overflow.
+        """Return the largest power of 2 as a loss scale at which the gradient of the loss itself fits.
 
-        This gradient is 1, times the scale; so it overflows float16 at 2**16. Returns None if it fits at `scale`, by
-        default the script's.
+        This gradient is 1, times the scale; so it overflows float16 at 2**16. The room and None are as in
+        `find_loss_scale`. `scale` takes the place of the script's.
         """
         return self._lower(1.0, scale or self._loss_scale)
 
@@ -141,7 +141,10 @@ class Ranking:
             lower_scale /= LOWERED
 
     def _lower(self, largest: float, scale: float) -> float | None:
-        """Return a lower scale at which a gradient of magnitude `largest` fits; None if it fits at `scale`."""
+        """Return a lower scale at which a gradient of magnitude `largest` fits.
+
+        Returns None if it fits at `scale`, or if the script has no dynamic scale.
+        """
         # half of the largest number leaves room for later steps
         limit = LARGEST.get(self._low, math.inf) / 2
         if not self._loss_scale or largest * scale <= limit:
@@ -206,6 +209,8 @@ def _keeps_op(entry: ListEntry, op: LowOpRecord) -> bool:
 
 
 def _percent(share: float) -> str:
-    if share >= 0.995:
+    if share == 1:
         return "all"
+    if share >= 0.995:  # "1e+02 %" otherwise
+        return "over 99 %"
     return f"{100 * share:.2g} %"

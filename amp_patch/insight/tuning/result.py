@@ -44,7 +44,8 @@ class TuneResult:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
         runs: the number of all runs of the search, without those that trace its result.
-        is_reached: whether gradients are within the tolerance with these entries, and the traced runs found no fault.
+        is_reached: whether gradients are within the tolerance with these entries, and their traced run, if made, has no
+            fault.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
@@ -98,7 +99,7 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
 
 
 def describe_worst(verdict: Verdict) -> str:
-    """Return the largest error of a gradient in words, such as "worst parameter 0.03 (head.weight)"."""
+    """Return the largest error of a gradient, such as "worst parameter 0.03 (head.weight)"; if it is inf, the fault."""
     if verdict.worst == float("inf"):
         return verdict.fault
     if not verdict.parameter:

@@ -17,7 +17,7 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 
     The sketch is little-endian float32 in base64. Up to `SIZE` values, it holds the gradient itself; of a larger
     gradient, `SIZE` sums of its values with random signs. Gradients of equal size get equal signs. The random numbers
-    of the run stay the same.
+    of the run stay the same. A gradient that is a DTensor counts only with its shard on this rank.
     """
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
@@ -41,8 +41,8 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 def distance(first: str, second: str) -> float:
     """Return the norm of the difference of two gradients, from their sketches.
 
-    It is exact up to `SIZE` values, and within a few percent for more. If the sketches have different lengths, it is
-    inf; if a gradient is not finite, inf or NaN.
+    Up to `SIZE` values it is exact; for more, it is an estimate within a few percent. If the sketches have different
+    lengths, it is inf; if a gradient is not finite, inf or NaN.
     """
     values, subtracted = _decode(first), _decode(second)
     if len(values) != len(subtracted):

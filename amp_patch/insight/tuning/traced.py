@@ -16,7 +16,7 @@ TRACED = 20
 class Traced:
     """The result of a traced run in words, such as "traced: every value fits in 20 steps", and its first fault.
 
-    `fault` is None if there is none, or if the run was not made.
+    `fault` is None if there is none, if the script's loss scale may be the reason for it, or if the run was not made.
     """
 
     text: str
@@ -31,6 +31,8 @@ def read_trace(recording: Recording) -> Traced:
         return Traced(f"traced: {describe_briefly(fault)}; amp-patch trace says more", fault)
     # steps that the dynamic loss scale skipped on its search for a scale that fits
     skipped = len(recording.searches)
+    if not steps:
+        return Traced("traced: no step ended")
     if steps <= skipped:
         return Traced(f"traced: {count_of(steps, 'step')}, all of them skipped by the loss scale")
     return Traced(f"traced: every value fits in {count_of(steps - skipped, 'step')}")

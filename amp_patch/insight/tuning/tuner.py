@@ -119,7 +119,7 @@ class Tuner:
         self.options.log(f"run {self._runs}: float32, {steps}")
 
     def _check_reference(self) -> None:
-        """Raise SessionError if the run in float32 has no finite losses, no steps, or no gradients to compare with."""
+        """Raise SessionError if the run in float32 has a value that is not finite, no step, or only zero gradients."""
         fault = explain_non_finite(self._reference)
         if fault:
             raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
@@ -166,7 +166,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_from_traces` passes. Each candidate is tried only once."""
+        """Return whether a run with these entries and `_from_traces` passes. A candidate is not tried again."""
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
@@ -198,18 +198,20 @@ class Tuner:
         return verdict
 
     def _check_errors(self) -> None:
-        """Once two runs end with the same error, try to keep everything in float32.
+        """Once two runs in a row end with the same error, try to keep everything in float32.
 
-        Raises _EnoughRunsError if that ends with the error, too: then no list helps.
+        Raises _EnoughRunsError if that does not pass either: then no list helps. Another error does not count.
         """
         has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
         if not has_same_twice or self._has_tried_everything:
             return
         self._has_tried_everything = True
         error, error_count = self._errors[-1], len(self._errors)
-        passes = self._passes(self._everything)
-        has_other_error = len(self._errors) > error_count and self._errors[-1] != error
-        if not passes and not has_other_error:
+        if self._passes(self._everything):
+            return
+        if len(self._errors) == error_count:
+            raise _EnoughRunsError(f"everything in float32 does not pass either, after {error}")
+        if self._errors[-1] == error:
             raise _EnoughRunsError(f"the same error with every list: {error}")
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
@@ -364,7 +366,7 @@ def tune(train: Callable[[], object], **options: Any) -> TuneResult:
         train: the function.
         options: the fields of `TuneOptions`, such as `opt_level="O4"`.
 
-    Raises: as `Tuner`.
+    Raises: as `TuneOptions` and `Tuner.run`.
     """
     tuner = Tuner(FunctionRunner(train), **options)
     result = tuner.run()
