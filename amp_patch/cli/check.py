@@ -16,7 +16,7 @@ from ..errors import AmpError
 from ..files import write_file
 from ..script_settings import NoRegionError, Settings
 from ..terminal import print_error, print_report
-from .scripts import ScriptRunner, add_script, describe_command
+from .scripts import ScriptRunner, add_script, check_is_named, describe_command
 from .values import at_least, new_file, oplist, opt_level
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     judged, because the contract cannot be read, or the script fails or is another one than in the contract. With
     --update, return 0 once the contract was written anew, even if it did not hold before.
     """
+    check_is_named(arguments)
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")
     if arguments.against is None:

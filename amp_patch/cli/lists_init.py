@@ -20,7 +20,7 @@ extends: {base}  # read first, so this file wins; null: start from nothing
 
 # amp-patch lists check {name}: every fault, with its place
 # amp-patch lists diff {base} {name}: what it changes
-# amp_patch.initialize(model, optimizer, opt_level="O4", lists="{name}"): train with it
+# amp_patch.initialize(model, optimizer, opt_level="{level}", lists="{name}"): train with it
 
 # An entry is a name, or a mapping: {{op: softmax, why: range, since: "2.12", until: "2.14", optional: true}}.
 # A bare name (softmax) means every spelling of the op; a dotted name (torch.Tensor.softmax) means only that one.
@@ -79,6 +79,7 @@ def _check(path: Path, base: str) -> None:
 def _render(name: str, base: str) -> str:
     """Return the text of a list file that extends `base`."""
     rules = [f"# {rule.meaning}\n{rule}:\n  # - {rule.example}\n" for rule in config.op_rules.RULE_KEYS]
+    level = config.levels.find_patching_level("bfloat16" if "bfloat16" in base else "float16").name
     if not re.fullmatch(r"[\w./-]+", base):
         base = json.dumps(base)  # in quotes, which YAML reads like JSON
-    return _START.format(schema=SCHEMA, base=base, name=name, rules="\n".join(rules))
+    return _START.format(schema=SCHEMA, base=base, level=level, name=name, rules="\n".join(rules))

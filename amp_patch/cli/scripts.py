@@ -107,6 +107,15 @@ def describe_command(arguments: argparse.Namespace) -> str:
     return shlex.join(["amp-patch", *words])
 
 
+def check_is_named(arguments: argparse.Namespace) -> None:
+    """Report a usage error if no script is named and an option has taken one for its FILE: `--write train.py`."""
+    if arguments.script or arguments.module or arguments.rest:
+        return
+    for name, value in vars(arguments).items():
+        if isinstance(value, Path) and value.suffix == ".py":
+            arguments.parser.error(f"name a script, or a module with -m: {value.name} was taken for FILE of --{name}")
+
+
 class ScriptRunner:
     """Runs the script that a command line names. The level of a single run replaces the command line's, and its
     lists come on top.
@@ -121,6 +130,7 @@ class ScriptRunner:
     """
 
     def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False) -> None:
+        check_is_named(arguments)
         self._command = list(arguments.rest)
         if arguments.script:
             self._command.insert(0, arguments.script)

@@ -34,7 +34,7 @@ class ModuleNumbersRecord:
 
     Attributes:
         module, type: the qualified name, and the name of the class.
-        weights: the sketch of the parameters before the first step.
+        weights: the sketch of the parameters, read before any optimizer began a step for them; () if that was too late.
         output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
             dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.

@@ -8,8 +8,9 @@ The observer itself keeps and reads no tensor; a `FaultFinder` and a `QuietWatch
 recorded run computes the same results as without a recording.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +140,17 @@ class Observer:
         if self.is_on and self._local.is_paused:
             self._local.is_below, self._local.is_paused = True, False
             self._below.__enter__()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context in which this thread is not observed. Harmless in a pause, which goes on afterwards."""
+        was_below = self._local.is_below
+        self.pause()
+        try:
+            yield
+        finally:
+            if was_below:
+                self.go_on()
 
     def find_module(self) -> str:
         """Return the name of the innermost module that is running in this thread: see `ModuleStack.here`."""

@@ -96,6 +96,12 @@ class Recorder(Probe):
         if self._is_in_window() or self._is_before_window():
             self._observe(session)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make a context in which the ops of this thread are not recorded."""
+        with contextlib.nullcontext() if self._observer is None else self._observer.paused():
+            yield
+
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
         """Explain an exception that has left the script, and return its record.
 

@@ -81,7 +81,25 @@ for _ in range(10):
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
     optimizer.step()
 """
-SCRIPTS = {"autocast": AUTOCAST, "session": SESSION}
+# two pairs of lines with the same ops, and two models that share one optimizer
+ALIKE = """
+import torch
+from torch import nn
+
+a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+for step in range(5):
+    x = torch.randn(8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        u = a(x)
+        u = (u * 3).pow(2).mean()
+        v = b(x).float()
+        v = (v * 3).pow(2).mean()
+    optimizer.zero_grad()
+    (u + v).backward()
+    optimizer.step()
+"""
+SCRIPTS = {"autocast": AUTOCAST, "session": SESSION, "alike": ALIKE}
 TWO_MODELS = """
 import torch
 from torch import nn
@@ -168,7 +186,9 @@ def test_an_unchanged_script_breaks_nothing(name, threads, check):
         ("session", '"O1"', '"O4"', "precision", "conv2d"),
         ("session", "verbosity=0", "verbosity=0, loss_scale=128.0", "scale", "128"),
         ("session", "BatchNorm2d(4)", "BatchNorm2d(4, momentum=0.2)", "constant", "0.2"),
-        ("session", "), 1.0)", "), 0.5)", "constant", "0.5"),
+        ("session", "), 1.0)", "), 0.5)", "constant", "aten.mul: 1 -> 0.5"),
+        ("alike", "u * 3", "u * 4", "constant", "aten.mul: 3 -> 4"),
+        ("alike", "v * 3", "v * 4", "constant", "train.py:13"),
         ("session", "range(10)", "range(3)", "steps", "took 3 steps, and 4"),
         ("session", "momentum=0.9)", "momentum=0.95)", "optimizer", "momentum"),
     ],
@@ -212,6 +232,49 @@ def test_ops_that_move_to_another_module_are_no_difference(contracts):
     assert not find_differences(ops, renamed)
     swapped = [replace(op, out=("f32",)) if op.module == "stem" else op for op in ops]
     assert [pair.after.module for pair in find_differences(ops, swapped).moved] == ["stem"]
+
+
+@pytest.mark.parametrize("added", [0, 3])
+@pytest.mark.parametrize(
+    ("old", "new", "kinds_by_line"),
+    [
+        ("a(x)", "a(x).float()", {10: "cast", 11: "precision", 15: "precision"}),
+        ("b(x).float()", "b(x)", {12: "cast", 13: "precision", 15: "precision"}),
+        ("u * 3", "u.float() * 3", {11: "cast precision", 15: "precision"}),
+        ("v * 3", "v * 2", {13: "constant"}),
+        ("lr=0.1", "lr=0.2", {}),
+    ],
+)
+def test_only_lines_that_compute_something_else_are_named(added, old, new, kinds_by_line, check):
+    breaks = check("alike", old, new, [("import torch\n", "import torch\n" + "\n" * added)]).breaks
+    kinds: dict[int, set[str]] = {}
+    for broken in breaks:
+        if broken.site:
+            kinds.setdefault(int(broken.site.rpartition(":")[2]) - added, set()).add(broken.kind)
+    assert kinds == {line: set(text.split()) for line, text in kinds_by_line.items()}
+    assert "start" not in {broken.kind for broken in breaks}
+
+
+def test_a_line_that_went_and_a_line_that_came_are_no_pair():
+    def call(line, op, dtype):
+        return ContractOp("", f"aten.{op}", (dtype,), (dtype,), "", "", f"train.py:{line}", 1)
+
+    before = [call(1, "mul", "f32"), call(2, "exp", "f32"), call(3, "sin", "f32")]
+    after = [call(1, "exp", "f32"), call(2, "sin", "f32"), call(3, "mul", "bf16")]
+    differences = find_differences(before, after)
+    assert (differences.moved, differences.vanished, differences.appeared) == ([], before[:1], after[2:])
+    # between the same neighbours, it is the same call
+    (pair,) = find_differences(before, [call(1, "cos", "f32"), call(2, "mul", "bf16"), *before[1:]]).moved
+    assert pair.after.site == "train.py:2"
+
+
+def test_a_model_that_joins_later_has_no_first_weights_and_adds_no_ops_of_the_check(tmp_path):
+    source = ALIKE.replace("v = b(x).float()", "v = (b if step else a)(x).float()")
+    contract = measurer(tmp_path / "train.py", source).measure_again()
+    (numbers,) = contract.numbers.values()
+    weights = {module.module: bool(module.of_weights) for module in numbers.modules if module.of_output}
+    assert weights == {"Linear[0]": True, "Linear[1]": False}
+    assert {op.op for op in contract.ops if op.module} == {"F.linear"}
 
 
 def test_numbers_of_other_hardware_are_not_judged(contracts, check):

@@ -113,7 +113,8 @@ class ModuleRecord:
         dtype: the dtype of the output.
         error: the relative error (L2) of the output against float32, in the first step; None if it was not
             measured, or is not finite.
-        weights: the norm of the parameters before the first step.
+        weights: the norm of the parameters in the first call with gradients; None if an optimizer began a step for them
+            before it.
         output: the norm of the output of the first call with gradients.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.

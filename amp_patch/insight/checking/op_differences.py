@@ -2,7 +2,8 @@
 
 Ops are compared module by module. First, each module of one run gets a partner in the other (see `_match_modules`).
 Calls without an equal call in the partner are compared a second time, as if all of them were in one module, because a
-module may have been split, or joined with another. Importing this does not import torch.
+module may have been split, or joined with another. Calls on one line are compared before calls on two (see
+`match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
 """
 
 import difflib
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from ..op_constants import strip_spelling
 from ..records import OpRecord
 from .contract import ContractOp
+from .line_matching import Line, match_lines
 
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
 
@@ -24,7 +26,7 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 class Moved(NamedTuple):
     """Calls of an op in the first run, and the corresponding calls in the second, in other dtypes or by another rule.
 
-    In `OpDifferences.changed`, the two differ in their constants, and `constants` has only those of one run.
+    In `OpDifferences.changed`, the two differ in their constants, and `constants` has only those that the other lacks.
     """
 
     before: ContractOp
@@ -36,6 +38,13 @@ class Moved(NamedTuple):
         return (self.before.given, self.before.out) != (self.after.given, self.after.out)
 
 
+class _Call(NamedTuple):
+    """Calls of an op in one of the runs, and their line; None if the op has no site."""
+
+    op: ContractOp
+    line: Line | None
+
+
 @dataclass(slots=True)
 class OpDifferences:
     """The ops on which two runs differ.
@@ -45,6 +54,7 @@ class OpDifferences:
         changed: calls with other numbers or words among their arguments.
         vanished: calls that only the first run has.
         appeared: calls that only the second run has.
+        sites: lines of the first run, each with the line of the second run that corresponds to it.
         equal_share: the share of the calls of both runs with an equal call in the other run, from 0 to 1.
     """
 
@@ -52,6 +62,7 @@ class OpDifferences:
     changed: list[Moved] = field(default_factory=list)
     vanished: list[ContractOp] = field(default_factory=list)
     appeared: list[ContractOp] = field(default_factory=list)
+    sites: dict[str, str] = field(default_factory=dict)
     equal_share: float = 1.0
 
     def __bool__(self) -> bool:
@@ -103,13 +114,23 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
     """Return how the ops of two runs differ. Ops that are not promised are left out."""
     unpromised = {_module_and_op(op) for op in (*before, *after) if not op.is_promised}
     old, new = (_group_by_module(op for op in ops if _module_and_op(op) not in unpromised) for ops in (before, after))
+    old_lines, new_lines = match_lines(before, after)
+    site_by_number = {line.number: site for site, line in new_lines.items()}
     differences = OpDifferences()
-    only_before: list[ContractOp] = []
-    only_after: list[ContractOp] = []
+    differences.sites = {
+        site: site_by_number[line.number] for site, line in old_lines.items() if line.number in site_by_number
+    }
+    only_before: list[_Call] = []
+    only_after: list[_Call] = []
     for old_name, new_name in _match_modules(old, new):
-        _compare(old.get(old_name, []), new.get(new_name, []), differences, only_before, only_after)
+        old_calls = [_Call(op, old_lines.get(op.site)) for op in old.get(old_name, [])]
+        new_calls = [_Call(op, new_lines.get(op.site)) for op in new.get(new_name, [])]
+        rest = _compare(old_calls, new_calls, differences, is_module=bool(old_name))
+        only_before.extend(rest[0])
+        only_after.extend(rest[1])
     # an op may be in another module now, so compare all these calls once more
-    _compare(only_before, only_after, differences, differences.vanished, differences.appeared)
+    rest = _compare(only_before, only_after, differences, is_module=False)
+    differences.vanished, differences.appeared = ([call.op for call in calls] for calls in rest)
     # in the order of the run, because an earlier op may be the cause of later ones
     order = {replace(op, calls=0): place for place, op in enumerate(after)}
     differences.moved.sort(key=lambda pair: order[replace(pair.after, calls=0)])
@@ -192,37 +213,106 @@ def _count_ops(ops: Sequence[ContractOp]) -> tuple[tuple[str, int], ...]:
 
 
 def _compare(
-    old: Sequence[ContractOp],
-    new: Sequence[ContractOp],
-    differences: OpDifferences,
-    vanished: list[ContractOp],
-    appeared: list[ContractOp],
-) -> None:
-    """Compare the calls of a module in the first run, `old`, with the calls of its partner in the second, `new`.
+    old: Sequence[_Call], new: Sequence[_Call], differences: OpDifferences, *, is_module: bool
+) -> tuple[list[_Call], list[_Call]]:
+    """Compare calls in the first run, `old`, with calls in the second, `new`, and return those without a partner.
 
-    Calls without an equal are paired with calls of the same op, and added to `differences.moved`. Calls that are still
-    left are added to `vanished` and `appeared`. Other constants are added to `differences.changed`.
+    Pairs of calls that differ are added to `differences`. `is_module`: whether all calls are of one named module.
     """
-    unequal_old, unequal_new = _subtract(old, new), _subtract(new, old)
-    for name in dict.fromkeys(strip_spelling(op.op) for op in (*old, *new)):
-        _compare_constants(name, old, new, differences)
-        old_calls = [op for op in unequal_old if strip_spelling(op.op) == name]
-        new_calls = [op for op in unequal_new if strip_spelling(op.op) == name]
-        while old_calls and new_calls:
-            before, after = old_calls[0], new_calls[0]
-            calls = min(before.calls, after.calls)
-            differences.moved.append(Moved(replace(before, calls=calls), replace(after, calls=calls)))
-            old_calls, new_calls = _drop_calls(old_calls, calls), _drop_calls(new_calls, calls)
-        vanished.extend(old_calls)
-        appeared.extend(new_calls)
+    vanished: list[_Call] = []
+    appeared: list[_Call] = []
+    for name in dict.fromkeys(strip_spelling(call.op.op) for call in (*old, *new)):
+        old_calls = [call for call in old if strip_spelling(call.op.op) == name]
+        new_calls = [call for call in new if strip_spelling(call.op.op) == name]
+        is_only_line = len({call.line for call in old_calls}) == len({call.line for call in new_calls}) == 1
+        rest = _compare_op(old_calls, new_calls, differences, is_only_line=is_module and is_only_line)
+        vanished.extend(rest[0])
+        appeared.extend(rest[1])
+    return vanished, appeared
 
 
-def _drop_calls(ops: list[ContractOp], calls: int) -> list[ContractOp]:
-    """Return `ops` with `calls` fewer calls of the first op."""
-    first = ops[0]
-    if first.calls == calls:
-        return ops[1:]
-    return [replace(first, calls=first.calls - calls), *ops[1:]]
+def _compare_op(
+    old: list[_Call], new: list[_Call], differences: OpDifferences, *, is_only_line: bool
+) -> tuple[list[_Call], list[_Call]]:
+    """Compare the calls of one op, and return those without a partner.
+
+    A call has a partner on its own line, an equal partner on any line, or a partner between the same anchors. Of other
+    calls it is not sure that they belong together, except if each run has them on a single line (`is_only_line`), or
+    if lines are not known.
+    """
+    _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
+    if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):
+        return [], []  # only lines have moved
+    old, new = _pair_and_add(old, new, differences, lambda call: call.line)
+    _, old, new = _pair(old, new, lambda call: _key_with_constants(call.op))
+    # between two anchors, calls belong together if there are equally many
+    old_gaps, new_gaps = _count_by_gap(old), _count_by_gap(new)
+    gaps = {gap for gap, calls in old_gaps.items() if new_gaps[gap] == calls}
+    sure_old, sure_new = ([call for call in calls if _gap(call) in gaps] for calls in (old, new))
+    unsure_old, unsure_new = ([call for call in calls if _gap(call) not in gaps] for calls in (old, new))
+    _pair_and_add(sure_old, sure_new, differences, _gap)
+    if is_only_line or any(call.line is None for call in (*old, *new)):
+        return _pair_and_add(unsure_old, unsure_new, differences, lambda call: "")
+    return unsure_old, unsure_new
+
+
+def _count_by_gap(calls: Sequence[_Call]) -> Counter[int | None]:
+    counts: Counter[int | None] = Counter()
+    for call in calls:
+        if call.line is not None:
+            counts[call.line.gap] += call.op.calls
+    return counts
+
+
+def _gap(call: _Call) -> int | None:
+    return None if call.line is None else call.line.gap
+
+
+def _pair_and_add(
+    old: Sequence[_Call], new: Sequence[_Call], differences: OpDifferences, place: Callable[[_Call], object]
+) -> tuple[list[_Call], list[_Call]]:
+    """Add pairs of calls with the same `place` to `differences`, and return the calls without a partner.
+
+    Calls that differ only in their constants are paired first.
+    """
+    equal_but_constants, old, new = _pair(old, new, lambda call: (place(call), _key(call.op)))
+    others, old, new = _pair(old, new, place)
+    differences.moved.extend(others)
+    for before, after in (*equal_but_constants, *others):
+        only_before = Counter(before.constants) - Counter(after.constants)
+        only_after = Counter(after.constants) - Counter(before.constants)
+        if only_before or only_after:
+            constants = tuple(only_before.elements()), tuple(only_after.elements())
+            pair = Moved(replace(before, constants=constants[0]), replace(after, constants=constants[1]))
+            differences.changed.append(pair)
+    return old, new
+
+
+def _pair(
+    old: Sequence[_Call], new: Sequence[_Call], key: Callable[[_Call], object]
+) -> tuple[list[Moved], list[_Call], list[_Call]]:
+    """Pair calls with the same key, in order. Return the pairs, and the calls of each run without a partner."""
+    left = [call.op.calls for call in new]  # the calls that have no partner yet
+    places: dict[object, list[int]] = {}
+    for place, call in enumerate(new):
+        places.setdefault(key(call), []).append(place)
+    pairs: list[Moved] = []
+    rest: list[_Call] = []
+    for call in old:
+        calls = call.op.calls
+        for place in places.get(key(call), ()):
+            paired = min(calls, left[place])
+            if paired:
+                pairs.append(Moved(replace(call.op, calls=paired), replace(new[place].op, calls=paired)))
+                calls -= paired
+                left[place] -= paired
+        if calls:
+            rest.append(_with_calls(call, calls))
+    return pairs, rest, [_with_calls(call, calls) for call, calls in zip(new, left, strict=True) if calls]
+
+
+def _with_calls(call: _Call, calls: int) -> _Call:
+    return call._replace(op=replace(call.op, calls=calls))
 
 
 def _module_and_op(op: ContractOp) -> tuple[str, str]:
@@ -235,51 +325,3 @@ def _key(op: ContractOp) -> _Key:
 
 def _key_with_constants(op: ContractOp) -> tuple[_Key, tuple[str, ...]]:
     return _key(op), op.constants
-
-
-def _subtract(ops: Sequence[ContractOp], others: Sequence[ContractOp]) -> list[ContractOp]:
-    """Return the calls in `ops` that have no equal call in `others`. Calls with equal constants are matched first."""
-    rest, rest_of_others = list(ops), list(others)
-    keys: tuple[Callable[[ContractOp], object], ...] = (_key_with_constants, _key)
-    for key in keys:
-        # both on one line, so that each is reduced by the other as it was before
-        rest, rest_of_others = _subtract_by(key, rest, rest_of_others), _subtract_by(key, rest_of_others, rest)
-    return rest
-
-
-def _subtract_by(
-    key: Callable[[ContractOp], object], ops: Sequence[ContractOp], others: Sequence[ContractOp]
-) -> list[ContractOp]:
-    """Return the calls in `ops` that have no call with the same key in `others`."""
-    counts: Counter[object] = Counter()  # calls in `others` that are not matched yet
-    for op in others:
-        counts[key(op)] += op.calls
-    rest = []
-    for op in ops:
-        matched = min(op.calls, counts[key(op)])
-        counts[key(op)] -= matched
-        if op.calls > matched:
-            rest.append(replace(op, calls=op.calls - matched))
-    return rest
-
-
-def _compare_constants(
-    name: str, old: Sequence[ContractOp], new: Sequence[ContractOp], differences: OpDifferences
-) -> None:
-    """Add an op to `differences.changed` if its calls have other constants.
-
-    Does nothing if the numbers of calls differ, because then other calls explain other constants.
-    """
-    old_calls = [op for op in old if strip_spelling(op.op) == name]
-    new_calls = [op for op in new if strip_spelling(op.op) == name]
-    if sum(op.calls for op in old_calls) != sum(op.calls for op in new_calls):
-        return
-    old_constants = {constant for op in old_calls for constant in op.constants}
-    new_constants = {constant for op in new_calls for constant in op.constants}
-    only_old, only_new = sorted(old_constants - new_constants), sorted(new_constants - old_constants)
-    if not only_old and not only_new:
-        return
-    before = next((op for op in old_calls if set(only_old) & set(op.constants)), old_calls[0])
-    after = next((op for op in new_calls if set(only_new) & set(op.constants)), new_calls[0])
-    pair = Moved(replace(before, constants=tuple(only_old)), replace(after, constants=tuple(only_new)))
-    differences.changed.append(pair)

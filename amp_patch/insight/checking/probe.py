@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from ..rules import short
 
 RECORDED = 1
 """The number of the step whose ops are recorded, from 0. Step 0 is not typical: it fills the cache of cast weights."""
+
+
+_Owner = int | str
+"""The id of a module, or a text that describes a parameter outside of the models."""
 
 
 class ContractProbe(CurveProbe):
@@ -43,7 +48,7 @@ class ContractProbe(CurveProbe):
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._ops = Recorder(RECORDED, RECORDED + 1, counts_before=False)
-        self._modules = _ModuleNumbers()
+        self._modules = _ModuleNumbers(self._ops.paused)
         self._optimizers: dict[int, list[OptimizerRecord]] = {}  # by the id of the optimizer
         self._gradients: list[float] = []  # the norm in each step
         self._updates: list[float] = []  # the norm in each step
@@ -120,22 +125,31 @@ class ContractProbe(CurveProbe):
 
 
 class _ModuleNumbers:
-    """Collects the fields of a `ModuleNumbersRecord` for each module. Most dicts are by the name of the module."""
+    """Collects the fields of a `ModuleNumbersRecord` for each module. Dicts are by owner: see `_find_owners`.
 
-    def __init__(self) -> None:
+    Args:
+        pause: makes a context in which ops are not recorded, for the ops of the measurements.
+    """
+
+    def __init__(self, pause: Callable[[], AbstractContextManager[None]]) -> None:
+        self._pause = pause
         self._names: dict[int, tuple[nn.Module, str]] = {}  # by the id of the module
         self._handle: RemovableHandle | None = None
-        self._types: dict[str, str] = {}
-        self._weights: dict[str, tuple[float, ...]] = {}
-        self._outputs: dict[str, tuple[tuple[float, ...], str]] = {}  # the sketch, and the dtype
-        self._gradients: dict[str, tuple[float, ...]] = {}
-        self._updates: dict[str, float] = {}
-        self._last_gradients: dict[str, float] = {}
-        self._last_updates: dict[str, float] = {}
+        self._stepped: set[int] = set()  # the ids of parameters of optimizers that have begun a step
+        self._types: dict[_Owner, str] = {}
+        self._weights: dict[_Owner, tuple[float, ...]] = {}
+        self._outputs: dict[_Owner, tuple[tuple[float, ...], str]] = {}  # the sketch, and the dtype
+        self._gradients: dict[_Owner, tuple[float, ...]] = {}
+        self._updates: dict[_Owner, float] = {}
+        self._last_gradients: dict[_Owner, float] = {}
+        self._last_updates: dict[_Owner, float] = {}
 
     def watch(self, session: Session) -> None:
-        """Watch the modules of a session from their first call on."""
-        self._names = name_layers(session)
+        """Watch the modules of a session from their first call on.
+
+        A module may get another name here: the only model has no prefix until the script calls a second one.
+        """
+        self._names.update(name_layers(session))
         if self._handle is None:
             self._handle = register_module_forward_hook(self._take_output)
 
@@ -147,81 +161,95 @@ class _ModuleNumbers:
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """Measure the weights and the output of a layer in its first call with gradients. A global forward hook."""
-        _, name = self._names.get(id(module), (module, None))
-        if name is None or name in self._types or not torch.is_grad_enabled() or not is_layer(module):
+        owner = id(module)
+        if owner not in self._names or owner in self._types or not torch.is_grad_enabled() or not is_layer(module):
             return
-        self._types[name] = type(module).__name__
+        self._types[owner] = type(module).__name__
         tensor = find_floating(output)
-        with current.without_casts():
-            self._weights[name] = sketch_all(list(module.parameters(recurse=False)))
+        with current.without_casts(), self._pause():
+            if not self._has_stepped(module):
+                self._weights[owner] = sketch_all(list(module.parameters(recurse=False)))
             if tensor is not None:
-                self._outputs[name] = sketch_all([tensor]), short(tensor.dtype)
+                self._outputs[owner] = sketch_all([tensor]), short(tensor.dtype)
+
+    def _has_stepped(self, module: nn.Module) -> bool:
+        """Return whether an optimizer has begun a step for a parameter of the module, so its weights may be others."""
+        find_master = current.require().find_master
+        weights = list(module.parameters(recurse=False))
+        masters = [master for master in map(find_master, weights) if master is not None]
+        return not self._stepped.isdisjoint(map(id, (*weights, *masters)))
 
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them."""
+        self._stepped.update(map(id, parameters))
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
         sum_of_squares = 0.0
-        gradients_by_module: dict[str, list[Tensor]] = {}
-        for parameter, name in zip(with_gradients, _name_owners(with_gradients), strict=True):
+        gradients_by_owner: dict[_Owner, list[Tensor]] = {}
+        for parameter, owner in zip(with_gradients, self._find_owners(with_gradients), strict=True):
             assert parameter.grad is not None
-            gradients_by_module.setdefault(name, []).append(parameter.grad)
-        for name, gradients in gradients_by_module.items():
+            gradients_by_owner.setdefault(owner, []).append(parameter.grad)
+        for owner, gradients in gradients_by_owner.items():
             norm = math.hypot(*(float(_norm(gradient)) for gradient in gradients))
             sum_of_squares += norm * norm
-            self._last_gradients[name] = norm
-            if name not in self._gradients and math.isfinite(norm):
-                self._gradients[name] = sketch_all(gradients)
+            self._last_gradients[owner] = norm
+            if owner not in self._gradients and math.isfinite(norm):
+                self._gradients[owner] = sketch_all(gradients)
         return math.sqrt(sum_of_squares)
 
     def take_updates(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> float:
         """Measure the changes of parameters since `before`, by module. Return the norm of all of them."""
-        sums_of_squares: dict[str, float] = {}
-        for parameter, value_before, module in zip(parameters, before, _name_owners(parameters), strict=True):
+        sums_of_squares: dict[_Owner, float] = {}
+        for parameter, value_before, owner in zip(parameters, before, self._find_owners(parameters), strict=True):
             change = float(_norm(parameter.detach().float() - value_before.float()))
-            sums_of_squares[module] = sums_of_squares.get(module, 0.0) + change * change
-        for module, sum_of_squares in sums_of_squares.items():
-            self._last_updates[module] = math.sqrt(sum_of_squares)
+            sums_of_squares[owner] = sums_of_squares.get(owner, 0.0) + change * change
+        for owner, sum_of_squares in sums_of_squares.items():
+            self._last_updates[owner] = math.sqrt(sum_of_squares)
             # the first update that counts is the one of the first step with finite gradients
-            if module in self._gradients:
-                self._updates.setdefault(module, math.sqrt(sum_of_squares))
+            if owner in self._gradients:
+                self._updates.setdefault(owner, math.sqrt(sum_of_squares))
         return math.sqrt(sum(sums_of_squares.values()))
 
+    def _find_owners(self, parameters: Sequence[Tensor]) -> list[_Owner]:
+        """Return the id of the module that owns each parameter or its master.
+
+        A parameter outside of the models has a text with its shape instead.
+        """
+        session = current.require()
+        layers = name_layers(session)
+        self._names.update(layers)  # the script may have added modules to a model
+        owners: dict[int, int] = {}
+        for module, _ in layers.values():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), id(module))
+                master = session.find_master(parameter)
+                if master is not None:
+                    owners.setdefault(id(master), id(module))
+        return [owners.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
+
     def records(self) -> Iterable[ModuleNumbersRecord]:
-        """Yield a record for each module, in the order of first calls."""
-        for name in dict.fromkeys([*self._types, *self._last_updates]):
-            output, dtype = self._outputs.get(name, ((), ""))
+        """Yield a record for each module, in the order of first calls. Of several with one name, only the first."""
+        names: set[str] = set()
+        for owner in dict.fromkeys([*self._types, *self._last_updates]):
+            name = owner if isinstance(owner, str) else self._names[owner][1]
+            if name in names:
+                continue
+            names.add(name)
+            output, dtype = self._outputs.get(owner, ((), ""))
             yield ModuleNumbersRecord(
                 name,
-                self._types.get(name, ""),
-                self._weights.get(name, ()),
+                self._types.get(owner, ""),
+                self._weights.get(owner, ()),
                 output,
                 dtype,
-                self._gradients.get(name, ()),
-                self._updates.get(name),
-                self._last_gradients.get(name),
-                self._last_updates.get(name),
+                self._gradients.get(owner, ()),
+                self._updates.get(owner),
+                self._last_gradients.get(owner),
+                self._last_updates.get(owner),
             )
 
 
 def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
-def _name_owners(parameters: Sequence[Tensor]) -> list[str]:
-    """Return the name of the module that owns each parameter or its master.
-
-    A parameter outside of the models is named by its shape.
-    """
-    session = current.require()
-    masters = session.bindings.masters
-    owners: dict[int, str] = {}
-    for module, name in name_layers(session).values():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), name)
-            master = masters.get(parameter)
-            if master is not None:
-                owners.setdefault(id(master), name)
-    return [owners.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
 
 def _describe_settings(number: int, optimizer: Optimizer) -> Iterable[OptimizerRecord]:

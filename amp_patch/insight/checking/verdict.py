@@ -138,9 +138,12 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
     for pair in with_other_dtypes:
         if _is_cause(pair):
             yield Break("precision", describe(pair), pair.after.site)
-    for op in differences.casts:
-        verb = "appeared" if op in differences.appeared else "vanished"
-        yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} {verb}", op.site)
+    for op in filter(is_cast, differences.vanished):
+        site = differences.sites.get(op.site, "")
+        place = "" if site else f"; it was at {op.site}"
+        yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} vanished{place}", site)
+    for op in filter(is_cast, differences.appeared):
+        yield Break("cast", f"{_name_op(op)}: a cast from {op.given[-1]} to {op.out[0]} appeared", op.site)
     for pair in with_other_dtypes:
         if not _is_cause(pair):
             yield Break("precision", describe(pair), pair.after.site)
@@ -206,11 +209,15 @@ def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
     """
     differences = verdict.differences
     texts: list[str] = []
+    sites: dict[str, list[str]] = {"appeared": [], "vanished": []}  # lines of the present script
     for verb, ops in (("vanished", differences.vanished), ("appeared", differences.appeared)):
         for op in ops:
-            if not is_cast(op):  # `_judge_ops` has reported casts
-                calls = f", {op.calls} calls" if op.calls > 1 else ""
-                texts.append(f"{_name_op(op)} ({op.site}) {verb}{calls}")
+            if is_cast(op):  # `_judge_ops` has reported casts
+                continue
+            site = op.site if verb == "appeared" else differences.sites.get(op.site, "")
+            sites[verb].append(site)
+            calls = f", {op.calls} calls" if op.calls > 1 else ""
+            texts.append(f"{_name_op(op)} ({site or f'was at {op.site}'}) {verb}{calls}")
     if not texts:
         return
     shown = "; ".join(texts[:6]) + (f"; and {len(texts) - 6} more" if len(texts) > 6 else "")
@@ -225,8 +232,8 @@ def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
     place = cause_count
     if not has_effect_on_dtypes:
         place = sum(broken.kind in _KINDS_OF_SETTINGS for broken in verdict.breaks)
-    sites = [op.site for op in (*differences.appeared, *differences.vanished) if op.site and not is_cast(op)]
-    verdict.breaks.insert(place, Break("ops", f"other ops: {shown}", sites[0] if sites else ""))
+    known_sites = [site for site in (*sites["appeared"], *sites["vanished"]) if site]
+    verdict.breaks.insert(place, Break("ops", f"other ops: {shown}", known_sites[0] if known_sites else ""))
 
 
 _KINDS_OF_SETTINGS = ("precision", "rule", "cast", "constant", "optimizer")

@@ -50,7 +50,7 @@ def format_comparison(comparison: Summary, width: int | None = None) -> str:
         table.shorten(width)
     notes = [*footnotes(comparison, has_zeros=table.has("zero unscaled"))]
     if left_out:
-        notes.append(f"left out, to fit {width} columns: {', '.join(left_out)}; to see them, use --wide")
+        notes.append(f"columns left out, to fit {width} characters: {', '.join(left_out)}; to see them, use --wide")
     return "\n".join([*verdicts, heading(comparison), "", *table.lines(), "", *notes])
 
 
