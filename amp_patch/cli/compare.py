@@ -18,7 +18,7 @@ from .scripts import ScriptRunner, add_script, describe_command
 from .values import add_wide, check_lists, get_level, new_file, oplist, opt_level, positive
 
 if TYPE_CHECKING:
-    from ..insight.comparing import Campaign
+    from ..insight.comparing import Campaign, Comparison
 
 EXAMPLES = (
     "amp-patch compare train.py --runs O0,O4 --steps 20",
@@ -102,7 +102,8 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
     if is_interrupted:
         print(f"{prefix}: interrupted; these are the results so far", file=sys.stderr)
     print_report(comparison.table(None if arguments.wide else WIDTH), comparison.judged)
-    print(f"advice: {get_advice(comparison.recording.run.device)}")
+    if not is_interrupted:
+        print_report(f"advice: {_advise(comparison)}")
     for path, save in (
         (arguments.jsonl, comparison.to_jsonl),
         (arguments.html, comparison.save_html),
@@ -113,6 +114,24 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
     if is_interrupted:
         return 130
     return int(bool(comparison.failed))
+
+
+def _advise(comparison: "Comparison") -> str:
+    """Return advice on a level for this machine. It names no level whose run failed, or is worse than the reference."""
+    advice, verdicts = get_advice(comparison.recording.run.device), comparison.verdicts
+    good, bad = [], []  # the runs at the levels of the advice, or in their dtype
+    for run in comparison.runs:
+        if run.run.startswith(advice.levels) or (run.low and run.low == advice.low):
+            is_good = verdicts.get(run.run)
+            if is_good:
+                good.append(run.run)
+            elif is_good is False:
+                bad.append(run.run)
+    if not (bad and advice.levels):
+        return advice.text
+    if good:
+        return f"use {' or '.join(good)}, and not {' or '.join(bad)}"
+    return f"keep {comparison.about.reference}: see the verdict on {' and '.join(bad)}"
 
 
 def _runs(text: str) -> list[str]:

@@ -67,7 +67,7 @@ def _report(arguments: argparse.Namespace) -> int:
         for line in lines:
             print(line, flush=True)
         if arguments.paths and not arguments.no_advice:
-            print(f"advice: {doctor.get_advice()}")
+            print(f"advice: {doctor.get_advice().text}")
     return int(is_faulty)
 
 

@@ -132,13 +132,16 @@ class TracedRun:
 
         Raises KeyboardInterrupt if Ctrl-C ended the run.
         """
+        from ..insight import note_float32
+
         if self.are_all_skipped:
             return 0  # `print_search` has said so
         has_checked = bool(self.watched.recordings) and self._checked > 0
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
             is_good = None if self.quiet or self.misuses else True
-            print_report(f"every value fits, in {count_of(fitting, 'step')}", [is_good])
+            notes = note_float32(self.watched.recordings[0])
+            print_report("\n".join([f"every value fits, in {count_of(fitting, 'step')}", *notes]), [is_good])
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0

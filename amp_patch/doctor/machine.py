@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import amp_patch
 
@@ -141,28 +142,45 @@ def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype
     return tuple(rated)
 
 
-def get_advice(device_type: str = "") -> str:
+class Advice(NamedTuple):
+    """Advice on the fastest level for a device.
+
+    Attributes:
+        text: the advice, with the reason.
+        levels: the 16-bit levels that it recommends; none if it recommends float32.
+        low: the short name of their dtype; "" without levels.
+    """
+
+    text: str
+    levels: tuple[str, ...] = ()
+    low: str = ""
+
+
+def get_advice(device_type: str = "") -> Advice:
     """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu"."""
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
-def recommend(device: Device) -> str:
-    """Return advice on the fastest level for a device, with the reason."""
+def recommend(device: Device) -> Advice:
+    """Return advice on the fastest level for a device."""
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
-    if device.name.startswith("cpu"):
-        if verdicts["bfloat16"] == "fast":
-            return "use O4 or O5: this CPU has bfloat16 instructions. Float16 levels are for testing GPU code"
-        reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
-        return f"keep O0 here: {reason}. Other levels are for testing GPU code"
+    name, is_cpu = device.name, device.name.startswith("cpu")
     if verdicts["bfloat16"] == "fast":
-        return f"use O4 or O5: {device.name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
+        reason = f"{name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
+        if is_cpu:
+            reason = "this CPU has bfloat16 instructions. Float16 levels are for testing GPU code"
+        return Advice(f"use O4 or O5: {reason}", ("O4", "O5"), "bf16")
+    if is_cpu:
+        reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
+        return Advice(f"keep O0 here: {reason}. Other levels are for testing GPU code")
     if verdicts["float16"] == "fast":
-        return f"use O1 or O2: {device.name} has fast float16 products, and no fast bfloat16 ones"
+        reason = f"{name} has fast float16 products, and no fast bfloat16 ones"
+        return Advice(f"use O1 or O2: {reason}", ("O1", "O2"), "f16")
     if verdicts["float16"] == "unknown":
-        return (
-            f"time a few steps at O0, O1 and O4 on {device.name}, and take the fastest: amp_patch has no figures for it"
+        return Advice(
+            f"time a few steps at O0, O1 and O4 on {name}, and take the fastest: amp_patch has no figures for it"
         )
-    return f"keep O0 here: 16 bits save memory on {device.name}, but no time"
+    return Advice(f"keep O0 here: 16 bits save memory on {name}, but no time")
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:

@@ -38,7 +38,7 @@ class Report:
         """
         lines = [*self._summarize(with_notes=with_notes)]
         if self.machine is not None:
-            lines = [f"advice: {recommend(self.machine.devices[0])}", *lines, *_machine_lines(self.machine)]
+            lines = [f"advice: {recommend(self.machine.devices[0]).text}", *lines, *_machine_lines(self.machine)]
         for finding in self.findings:
             if finding.severity != "note" or with_notes:
                 lines.append(f"{finding.location()}: {finding.severity}: {finding.message} [{finding.code}]")
@@ -62,7 +62,7 @@ class Report:
         summary["files"] = self.file_count
         whole: dict[str, Any] = {"findings": [asdict(finding) for finding in self.findings], "summary": summary}
         if self.machine is not None:
-            whole["machine"] = {**asdict(self.machine), "advice": recommend(self.machine.devices[0])}
+            whole["machine"] = {**asdict(self.machine), "advice": recommend(self.machine.devices[0]).text}
         return json.dumps(whole, indent=2)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fault_text import describe_further as describe_further
     from .fault_text import describe_search as describe_search
     from .fault_text import format_fault as format_fault
+    from .fault_text import note_float32 as note_float32
     from .flight.flight_recorder import FlightRecorder as FlightRecorder
     from .flight_record import FlightRecord as FlightRecord
     from .misuse_record import MisuseRecord as MisuseRecord
@@ -69,6 +70,7 @@ _HOMES = {
     "format_raised": "raised_text",
     "format_recording": "text",
     "note_casts": "module_casts",
+    "note_float32": "fault_text",
     "recording": "recorder",
     "trace": "tracer",
     "tune": "tuning.tuner",

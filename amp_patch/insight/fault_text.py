@@ -41,9 +41,23 @@ def format_faults(recording: Recording) -> str:
     fitting = len(recording.steps) - max(skipped, len(searches))
     if fitting > 0:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
+        lines += note_float32(recording)
     elif not searches and not recording.raised:
         lines.append("no fault, and no step of an optimizer")
     return "\n".join([*lines, *quiet])
+
+
+def note_float32(recording: Recording) -> list[str]:
+    """Return a line that says that a run cast nothing to 16 bits; no line for a run that did."""
+    run = recording.run
+    if run.low or run.script_low or recording.quiet:  # a script may cast by hand, as by `.half()`
+        return []
+    if run.is_native:
+        return [
+            "these steps ran without mixed precision, so they say nothing about 16 bits; --everywhere --opt-level O4"
+            " checks the script in bfloat16"
+        ]
+    return [f"{run.opt_level} casts nothing to 16 bits; --opt-level O1 or O4 checks the script in 16 bits"]
 
 
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:

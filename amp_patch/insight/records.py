@@ -360,6 +360,7 @@ class LowOpRecord:
         backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
             in 16 bits; 0 for products.
         effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
+        site: the line of the script; "" if calls at all lines count together.
     """
 
     kind: ClassVar[str] = "low_op"
@@ -374,6 +375,7 @@ class LowOpRecord:
     gradient: float
     effect: float
     backward_error: float = 0.0
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Sums:
-    """The errors of one op in one module, over its calls."""
+    """The errors of one op in one module, over its calls. With sites, over its calls at one line of the script."""
 
     is_listed: bool
     overflow_in: float = 0.0
@@ -110,12 +110,12 @@ class Shadow:
     def __init__(self, low: torch.dtype, get_scale: Callable[[], float]) -> None:
         self.low = low
         self._get_scale = get_scale
-        self._sums: dict[tuple[str, str], _Sums] = {}
+        self._sums: dict[tuple[str, str, str], _Sums] = {}  # by module, op and site
         self._handles: list[RemovableHandle] = []
 
     def records(self) -> list[LowOpRecord]:
         """Return the errors so far."""
-        return [LowOpRecord(module, op, **asdict(sums)) for (module, op), sums in self._sums.items()]
+        return [LowOpRecord(module, op, **asdict(sums), site=site) for (module, op, site), sums in self._sums.items()]
 
     def end_step(self) -> None:
         """Drop the tensors of the step."""
@@ -147,11 +147,16 @@ class Shadow:
             call = _LowCall(function, args, kwargs, low)
         return LowResults(max(shares, default=0.0), results, call)
 
-    def compare(self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool) -> None:
-        """Add the errors of a call, by its result and the result from rounded inputs."""
+    def compare(
+        self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool, site: str = ""
+    ) -> None:
+        """Add the errors of a call, by its result and the result from rounded inputs.
+
+        `site`: the line of the script, if calls at different lines have records of their own.
+        """
         if low is None or not any(map(_is_plain, tensors_in([result]))):
             return
-        sums = self._sums.setdefault((module, op), _Sums(is_listed))
+        sums = self._sums.setdefault((module, op, site), _Sums(is_listed))
         if not low.tensors:
             return
         with torch.no_grad(), contextlib.suppress(Exception):

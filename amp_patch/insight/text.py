@@ -151,10 +151,10 @@ OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "c
 
 _LEFT = OP_COLUMNS[:7]
 _COUNTS = ("casts", "avoided")
-_SPARE = ("avoided", "casts", "line")
-"""Columns to leave out of a table that is too wide, the least important first."""
+_SPARE = ("avoided", "casts", "calls", "out", "given", "line")
+"""Columns to leave out of a table that is too wide, the least important first. The line names the list that decided."""
 
-_LEAST = {"op": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
+_LEAST = {"op": 18, "rule": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
 """Columns of text, each with the width to which it may be shortened."""
 
 _LEAST_NAME = 30
@@ -236,7 +236,7 @@ def op_cells(op: OpRecord) -> tuple[str, ...]:
     name, rule, ran = op.op, op.rule, _dtypes(op.ran)
     if op.phase == "recompute":
         name += " (again)"
-    if op.region:
+    if op.region and not rule.startswith(f"run: {op.region}"):  # a module rule is a region of its own
         rule += f" ({op.region})"
     if _is_computed_in_float32(op):
         ran += "*"

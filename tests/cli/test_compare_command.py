@@ -10,8 +10,11 @@ import sys
 
 import pytest
 
-from amp_patch.cli import scripts
+from amp_patch.cli import compare, scripts
+from amp_patch.doctor.machine import Advice
 from amp_patch.insight.comparing import Comparison
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import ComparedRecord, ComparisonRecord, CurveRecord, RunRecord
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -63,6 +66,32 @@ def test_a_script_is_run_at_each_level(call, tmp_path):
     assert {one.module for one in found.layers("O4+mine.yaml")} == {"0", "1", "2"} and not found.failed
     assert found.runs[0].peak > 0
     assert (tmp_path / "c.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("losses", "advised"),
+    [
+        ({"O4": 1.0}, "use O4 or O5: fast"),
+        ({"O1": 9.0}, "use O4 or O5: fast"),
+        ({"O4": 9.0}, "keep O0: see the verdict on O4"),
+        ({"as-is": 9.0}, "keep O0: see the verdict on as-is"),
+        ({"O4": None, "O5": 9.0}, "keep O0: see the verdict on O4 and O5"),
+        ({"O4": 9.0, "O5": 1.0}, "use O5, and not O4"),
+        ({"O4": None, "O4+fix.yaml": 1.0}, "use O4+fix.yaml, and not O4"),
+    ],
+    ids=str,
+)
+def test_advice_names_no_level_that_failed_or_is_worse(losses, advised, monkeypatch):
+    monkeypatch.setattr(compare, "get_advice", lambda device: Advice("use O4 or O5: fast", ("O4", "O5"), "bf16"))
+    about = ComparisonRecord("O0", 9, (0,), "a CPU", "")
+    runs, curves = [], []
+    for name, loss in {"O0": 1.0, **losses}.items():
+        low = {"O0": "", "O1": "f16"}.get(name, "bf16")
+        runs.append(ComparedRecord(name, low=low, failed="" if loss else "RuntimeError: it fails"))
+        if loss:
+            curves.append(CurveRecord(name, 0, (loss,) * 9, (1.0,) * 9, (), 10.0))
+    recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
+    assert compare._advise(Comparison(recording)) == advised
 
 
 def test_each_run_has_the_seed_of_the_command(call, monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ import yaml
 import amp_patch
 from amp_patch.cli import doctor as command
 from amp_patch.cli.main import main
+from amp_patch.doctor import machine
 from amp_patch.doctor.rules import sorted_rules
 
 ROOT = Path(amp_patch.__file__).parent.parent
@@ -29,7 +30,7 @@ NOTE = "from apex import amp\n"
 def diagnose(tmp_path, monkeypatch, capsys):
     """Writes files, and runs the command in their folder: exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command.doctor, "get_advice", lambda: "use O9 here")
+    monkeypatch.setattr(command.doctor, "get_advice", lambda: machine.Advice("use O9 here"))
 
     def run(*options, **sources):
         for name, source in sources.items():

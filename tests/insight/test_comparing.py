@@ -200,6 +200,25 @@ def test_the_worst_op_is_the_one_that_adds_the_error_and_not_one_that_inherits_i
     assert f"{op}{' (backward)' * is_backward} {worst.error:.1e}" in found.table()
 
 
+def test_an_op_in_16_bits_is_not_blamed_for_the_same_op_in_float32_at_another_line():
+    def train():
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(8, 1), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.float16):
+                small = model(torch.randn(4, 8)) * 0.1
+                loss = small.float().square().mean() + 1e3
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()  # loss * 65536, which would overflow in float16
+            scaler.step(optimizer)
+            scaler.update()
+
+    found = insight.compare(train, ["O0", "as-is"], steps=1)
+    errors = {op.op: op.error for op in found.ops("as-is")}
+    assert "mul" in errors and max(errors.values()) < 0.01
+
+
 def test_the_lists_do_not_act_on_what_probes_compute(tmp_path):
     path = tmp_path / "own.yaml"
     path.write_text("extends: float16\nwhitelist: [flatten, abs]\nmodules: [{match: '**', run: float32}]\n")
@@ -487,6 +506,7 @@ def make_table(
 def test_a_run_has_a_verdict(off, options, told):
     table = make_table([off], **options)
     assert f"O1: {told}" in table and ("--seeds 3" in table) == ("perhaps" in told or "no worse" in told)
+    assert ("; amp-patch trace --opt-level O1 finds lost values" in table) == told.startswith("worse")
     assert ("; 1.50 times the peak memory" in table) == (options.get("peak") == 15)
 
 

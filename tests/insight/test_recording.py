@@ -36,6 +36,8 @@ from amp_patch.config import load_oplists
 from amp_patch.events import count_watching_modes
 from amp_patch.insight import short_dtypes
 from amp_patch.insight.recorder import Recorder
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import OpRecord, RunRecord
 from amp_patch.insight.rules import RuleFinder
 from amp_patch.insight.text import fold_layers, merge_steps
 from amp_patch.patching import Patcher
@@ -690,6 +692,23 @@ def test_a_table_of_a_width_has_long_names_above_their_rows():
     assert len(names) > 9 and names <= set(narrow)
     narrowest = insight.format_recording(found, with_all=True, width=60)
     assert "columns left out" in narrowest and "line: of" not in narrowest  # a note about a column that is not there
+
+
+def test_a_narrow_table_keeps_the_line_that_decided_in_a_list_of_ones_own():
+    given = ("bf16", "f32", "f32")
+    own = ("forward", "up.conv1", "conv2d", "run: float32", "own.yaml:3", "float32")
+    shipped = ("forward", "up.conv2", "F.binary_cross_entropy", "border of the cast", "autocast-cpu.yaml:171", "")
+    rows = [
+        OpRecord(0, *own, given, given, given, "model.py:19"),
+        OpRecord(0, *shipped, given, given, given, "a_model.py:1900"),
+    ]
+    found = Recording(RunRecord("", "cpu", "O4", "bf16", (), "", 0), rows)
+    narrow = insight.format_recording(found, width=100)
+    assert max(map(len, narrow.splitlines())) <= 100
+    assert re.search(r"run: float32 +own.yaml:3 ", narrow) and "autocast-cpu:171" in narrow
+    for width in (60, 70, 80, 90):
+        left_out = re.search("left out.*: (.*);", insight.format_recording(found, width=width))[1].split(", ")
+        assert "line" not in left_out or left_out[-1] == "line"
 
 
 def test_an_assignment_by_index_is_shown_where_it_casts():

@@ -5,6 +5,7 @@ Guards: insight/tracer, insight/faults, insight/step_faults, insight/storages, i
 Guards: insight/repair, insight/fault_text, insight/placing, insight/ops, insight/tensors.
 """
 
+import contextlib
 import math
 
 import numpy
@@ -470,6 +471,21 @@ def test_a_dynamic_scale_that_comes_down_is_no_fault_though_gradients_are_looked
     assert [fault.step for fault in faults] == [0, 1, 2]
     assert all(fault.is_search and fault.skipped for fault in faults)
     assert "run more steps" in str(recording) and "every value fits" not in str(recording)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_run_without_16_bits_says_so(dtype):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step():
+        with contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            loss = model(torch.ones(2, 4)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    text = str(insight.trace(step, steps=2))
+    assert "every value fits, in 2 steps" in text and ("without mixed precision" in text) is (dtype is None)
 
 
 def test_running_statistics_are_looked_at_and_left_as_they_are():

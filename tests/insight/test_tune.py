@@ -209,6 +209,27 @@ def test_gradients_that_overflow_move_a_dynamic_scale_and_no_module(tune):
     assert "1.a" in names(result) and result.is_reached and "loss scale" not in result.message
 
 
+def test_gradients_that_overflow_before_they_are_clipped_move_a_dynamic_scale_and_no_module(tune):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = (model(torch.rand(64, 16)).float() * 10).square().sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            scaler.step(optimizer)
+            scaler.update()
+
+    result = tune(train, extends=None)
+    assert result.entries == () and result.is_reached, result
+    scale = float(re.search("tried at a loss scale of (.*), at which gradients fit", result.message)[1])
+    assert 1 <= scale < 4096
+
+
 def test_a_loss_in_16_bits_overflows_at_the_first_scale_whatever_else(tune, base):
     base.write_text("extends: apex\nwhitelist: [exp, sum]\n")
 

@@ -98,6 +98,7 @@ def test_the_reference_has_every_public_name():
         "comparing",
         "describe_further",
         "describe_search",
+        "note_float32",
         "find_base",
         "find_remedy",
         "agreement",

@@ -175,7 +175,7 @@ class Campaign:
         self._header: RunRecord | None = None  # of the reference, or of the first run if the reference has failed
         self._measured: list[Record] = []  # records about gradients, layers and ops
         self._samples: dict[str, SampleRecord] = {}  # of the layers of the reference, by module
-        self._op_errors: dict[tuple[str, str, str], OpErrorRecord] = {}  # in the reference, by dtype, module and op
+        self._op_errors: dict[tuple[str, str, str, str], OpErrorRecord] = {}  # by dtype, module, op and line
         self._done = 0  # the number of runs that have begun
         self._left_out = ""  # which default runs are left out, and why
         self._reference = plan.reference  # its name
@@ -368,16 +368,16 @@ class Campaign:
         samples = {record.module: record for record in recording.of(SampleRecord)}
         ops = recording.of(OpErrorRecord)
         if name == self._reference:
-            self._op_errors = {(op.low, op.module, op.op): op for op in ops}
+            self._op_errors = {(op.low, op.module, op.op, op.site): op for op in ops}
             self._samples = samples
         elif self._has_equal_weights(samples):
             if not any(op.is_random for op in ops):  # other random numbers would give other gradients
                 error, worst = find_gradient_error(self._samples, samples)
                 self._change(name, gradient_error=error, gradient_worst=worst)
             for op in ops:
-                key = op.low, op.module, op.op
+                key = op.low, op.module, op.op, op.site
                 if key in self._op_errors:
-                    self._measured.append(replace(self._op_errors[key], run=name, site=op.site))
+                    self._measured.append(replace(self._op_errors[key], run=name))
             for module, sample in self._samples.items():
                 if module and module in samples:
                     self._measured.append(_compare_layer(name, sample, samples[module]))

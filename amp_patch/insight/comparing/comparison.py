@@ -39,6 +39,11 @@ class Comparison(Summary):
         """Whether each verdict, a line at the beginning of the text, is good; None for neither good nor bad."""
         return [verdict.is_good for verdict in judge_runs(self)]
 
+    @property
+    def verdicts(self) -> dict[str, bool | None]:
+        """Whether the verdict on each run is good, by the name of the run; None for neither good nor bad."""
+        return {name: verdict.is_good for verdict in judge_runs(self) for name in verdict.runs}
+
     def _repr_html_(self) -> str:
         return display.as_html(self)
 

@@ -37,7 +37,7 @@ class LowOps:
         self._watch: OpWatch | None = None
         self._session: Session | None = None
         self._has_seen_ops = False
-        self._low_ops: dict[tuple[str, str], OpErrorRecord] = {}  # by module and op
+        self._low_ops: dict[tuple[str, str, str], OpErrorRecord] = {}  # by module, op and line of the script
 
     def watch(self, session: Session) -> None:
         """Begin. Called again when a session gets more models."""
@@ -68,7 +68,7 @@ class LowOps:
             watch.is_busy = False
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op in each module."""
+        """Yield a record for each op in each module, and each line of the script that calls it."""
         yield from self._low_ops.values()
 
     def _here(self) -> str:
@@ -83,14 +83,19 @@ class LowOps:
         result = function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return result
-        key = self._here(), _without_namespace(op)
         for tensor in tensors_in([result]):
             self._has_seen_ops = True
-            if tensor.dtype in LOW_DTYPES and key not in self._low_ops:
-                is_random = key[1] in RANDOM or (key[1] in _RANDOM_ON_GPU and tensor.device.type != "cpu")
-                low = short(tensor.dtype)
-                self._low_ops[key] = OpErrorRecord("", low, *key, find_site().place, is_random=is_random)
+            if tensor.dtype in LOW_DTYPES:
+                self._note(_without_namespace(op), tensor)
         return result
+
+    def _note(self, op: str, result: torch.Tensor) -> None:
+        """Note an op with a result in 16 bits."""
+        # with the line: the same op may run in 16 bits at one line of a module, and in float32 at another
+        key = self._here(), op, find_site().place
+        if key not in self._low_ops:
+            is_random = op in RANDOM or (op in _RANDOM_ON_GPU and result.device.type != "cpu")
+            self._low_ops[key] = OpErrorRecord("", short(result.dtype), *key, is_random=is_random)
 
 
 class OpErrors(LowOps):
@@ -103,7 +108,6 @@ class OpErrors(LowOps):
     def __init__(self) -> None:
         super().__init__()
         self._shadows = [Shadow(low, lambda: 1.0) for low in sorted(LOW_DTYPES, key=str)]
-        self._sites: dict[tuple[str, str], str] = {}
 
     def stop(self) -> None:
         """End. Harmless twice."""
@@ -112,15 +116,14 @@ class OpErrors(LowOps):
             shadow.end_step()
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op in each module, and each dtype. An overflow is an error of inf."""
+        """Yield a record for each op in each module, each line and each dtype. An overflow is an error of inf."""
         for shadow in self._shadows:
             low = short(shadow.low)
             for measured in shadow.records():
-                module, op = measured.module, measured.op
                 forward_error = math.inf if measured.overflow else measured.error
                 is_backward = measured.backward_error > forward_error
                 error = max(forward_error, measured.backward_error)
-                yield OpErrorRecord("", low, module, op, self._sites.get((module, op), ""), error, is_backward)
+                yield OpErrorRecord("", low, measured.module, measured.op, measured.site, error, is_backward)
 
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None
@@ -128,15 +131,13 @@ class OpErrors(LowOps):
         """Call a function in float32, and compare its result with the results in 16 bits."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        module, op = self._here(), _without_namespace(op)
-        if (module, op) not in self._sites:
-            self._sites[module, op] = find_site().place
+        module, op, site = self._here(), _without_namespace(op), find_site().place
         # before the call, which may change its arguments in place
         low_results = [shadow.run_low(op, function, args, kwargs) for shadow in self._shadows]
         result = function(*args, **kwargs)
         self._has_seen_ops = self._has_seen_ops or any(True for _ in tensors_in([result]))
         for shadow, low_result in zip(self._shadows, low_results, strict=True):
-            shadow.compare(module, op, low_result, result, is_listed=False)
+            shadow.compare(module, op, low_result, result, is_listed=False, site=site)
         return result
 
 

@@ -29,10 +29,11 @@ class Shown(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The verdict on a run in words, and whether it is good; None for neither good nor bad."""
+    """The verdict on runs in words, and whether it is good; None for neither good nor bad."""
 
     text: str
     is_good: bool | None
+    runs: tuple[str, ...]
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
@@ -141,10 +142,22 @@ def judge_runs(comparison: Summary) -> list[Judged]:
                 is_good = False
             elif of_loss.startswith(("as good", "no worse", "better")):
                 is_good = True
-            verdicts.append(Judged(f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}", is_good))
+            text = f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}"
+            if of_loss.startswith("worse"):
+                text += f"; {_name_trace(run.row.name)} finds lost values"
+            verdicts.append(Judged(text, is_good, (run.row.name,)))
     for failed, names in _group_failures(comparison).items():
-        verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False))
+        verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False, tuple(names)))
     return verdicts
+
+
+def _name_trace(run: str) -> str:
+    """Return the command that traces a run: "amp-patch trace --opt-level O4" for O4."""
+    level, *lists = run.partition(" (")[0].split("+")  # runs at the same level are "O4", "O4 (2)", ...
+    command = "amp-patch trace"
+    if level not in ("as-is", "script"):
+        command += f" --opt-level {level}"
+    return " ".join([command, *(f"--lists {name}" for name in lists)])
 
 
 def _group_failures(comparison: Summary) -> dict[str, list[str]]:

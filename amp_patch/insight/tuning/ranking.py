@@ -1,7 +1,7 @@
 """`Ranking`: reads from the run in float32 which modules or ops must be in float32, and which to try next."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..recordings import Recording
 from ..records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
@@ -11,6 +11,9 @@ from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
 """An op is an *outlier* if its error is more than this multiple of the rounding error of the dtype."""
+
+LOWERED = 4.0
+"""A loss scale at which gradients overflow is divided by this factor. The result is too low by less than the factor."""
 
 
 class Ranking:
@@ -126,6 +129,17 @@ class Ranking:
         """
         return self._lower(1.0, scale or self._loss_scale)
 
+    def find_lower_scales(self, scale: float | None) -> Iterator[float]:
+        """Yield loss scales to try after an overflow at `scale`, by default the script's. They end at 1.
+
+        The first one is that of `find_scale_of_loss`, if there is one. Yields none if the script has no dynamic scale.
+        """
+        # `find_loss_scale` may be too large: the script may have clipped the gradients that the run in float32 shows
+        lower_scale = self.find_scale_of_loss(scale) or (scale or self._loss_scale) / LOWERED
+        while lower_scale >= 1:
+            yield lower_scale
+            lower_scale /= LOWERED
+
     def _lower(self, largest: float, scale: float) -> float | None:
         """Return a lower scale at which a gradient of magnitude `largest` fits.
 
@@ -149,6 +163,8 @@ class Ranking:
         for op in filter(_overflows, kept):
             return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
         op = max(kept, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
+        if not self._find_outlying_error(op):
+            return f"a run without it fails, though {op.op} has no error beyond rounding in {low}"
         if op.backward_error > max(op.error, op.gradient_error):
             return f"{op.op}: its backward pass is off by {op.backward_error:.2g} in {low}"
         if op.gradient_error > op.error:

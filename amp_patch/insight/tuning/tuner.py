@@ -170,19 +170,32 @@ class Tuner:
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
-            lower_scale = self._ranking.find_scale_of_loss(self._loss_scale)
-            # The gradient of the loss itself is 1, so it overflows float16 at the default scale of 2**16. No list
-            # helps against that: the first run is repeated at a lower scale.
-            is_first = not self._trials
-            if is_first and verdict.is_skipped and lower_scale is not None:
-                self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower_scale:g}")
-                self._loss_scale = lower_scale
-                verdict = self._try(candidate)
+            if not self._trials and verdict.is_skipped:
+                verdict = self._try_lower_scales(candidate, verdict)
             trial = Trial(self._runs, candidate, self._ranking.count_modules(candidate), verdict)
             self._trials[candidate] = trial
             self.options.log(str(trial))
             self._check_errors()
         return self._trials[candidate].verdict.passed
+
+    def _try_lower_scales(self, candidate: Sequence[ListEntry], verdict: Verdict) -> Verdict:
+        """Repeat the first run, which skipped a step, at lower loss scales, and return the verdict on the last run.
+
+        No list helps against a scale that is too large for all gradients. If the candidate passes at no scale, the
+        search goes on at the highest one: at lower scales, gradients become zero.
+        """
+        fallback = self._ranking.find_scale_of_loss(self._loss_scale) or self._loss_scale
+        for lower_scale in self._ranking.find_lower_scales(self._loss_scale):
+            # a loss that is not finite is so at any scale
+            may_fit = verdict.is_skipped and math.isfinite(verdict.loss_error)
+            if not may_fit or self._runs >= self.options.max_runs:
+                break
+            self.options.log(f"run {self._runs}: {verdict.fault}; again at {lower_scale:g}")
+            self._loss_scale = lower_scale
+            verdict = self._try(candidate)
+        if not verdict.passed:
+            self._loss_scale = fallback
+        return verdict
 
     def _check_errors(self) -> None:
         """Once two runs in a row end with the same error, try to keep everything in float32.
@@ -315,7 +328,9 @@ class Tuner:
             if stopped:
                 message += f"; {stopped}"
         if self._loss_scale is not None:
-            message += f"; tried at a loss scale of {self._loss_scale:g}, at which gradients fit"
+            message += f"; tried at a loss scale of {self._loss_scale:g}"
+            if not any(trial.verdict.is_skipped for trial in self._trials.values()):
+                message += ", at which gradients fit"
         message += f"; compared: {steps} from the first weights"
         with_zero_gradients, parameter_count = find_zero_gradients(self._reference)
         if with_zero_gradients:

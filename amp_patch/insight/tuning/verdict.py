@@ -26,7 +26,7 @@ class Verdict:
         worst: the largest relative error (L2) of a gradient; inf if a compared gradient is not finite or missing, or
             steps are missing or skipped.
         parameter: the name of the parameter with this gradient; "" if there is none.
-        loss_error: the largest relative error of a loss.
+        loss_error: the largest relative error of a loss; inf if one is not finite, or steps are missing.
         fault: why the run did not pass, in words; "" if it did.
         is_skipped: whether it did not pass because it skipped a step for an overflow.
     """
@@ -46,11 +46,12 @@ def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
     if missing:
         fault = f"it took {len(reference_steps) - len(missing)} of {len(reference_steps)} steps"
         return Verdict(False, math.inf, "", math.inf, fault)
+    loss_error = max((_compare_losses(step, steps[key]) for key, step in reference_steps.items()), default=0.0)
     for key, step in reference_steps.items():
         if steps[key].skipped and not step.skipped:
             fault = f"step {step.step} was skipped for an overflow at loss scale {steps[key].loss_scale:g}"
-            return Verdict(False, math.inf, _first_non_finite_parameter(run, step), math.inf, fault, is_skipped=True)
-    loss_error = max((_compare_losses(step, steps[key]) for key, step in reference_steps.items()), default=0.0)
+            parameter = _first_non_finite_parameter(run, step)
+            return Verdict(False, math.inf, parameter, loss_error, fault, is_skipped=True)
     worst, parameter = max(_find_gradient_errors(reference, run), default=(0.0, ""))
     fault = ""
     if loss_error > tolerance * LOSS_SHARE:
