@@ -56,12 +56,12 @@ class _AliasLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
-        Without the second, a later `import apex.amp._amp_state` would load the submodule again, and Python would set
-        the attribute `amp._amp_state` to it. As in Apex, that attribute is an object, not the submodule.
+        Without the second, a later `import apex.amp._amp_state` would ask this loader for the submodule, and Python
+        would set the attribute `amp._amp_state` to it. As in Apex, that attribute is an object, not the submodule.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # no attribute of `apex` itself has the name of a submodule, so Python may set them
+        if alias == "apex":  # there, an attribute with the name of a submodule is this submodule, so Python may set it
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -110,8 +110,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def remove(self) -> None:
         """Remove the finder from `sys.meta_path`. If it is not there, do nothing.
 
-        Remove modules of the stand-in from `sys.modules`, and from the attributes of an installed `apex` that was
-        completed. Put the modules of an `apex` that was replaced back into `sys.modules`.
+        Remove the Apex names of the stand-in's modules, such as `apex.amp`, from `sys.modules`, and from the attributes
+        of an installed `apex` that was completed. Put the modules of an `apex` that was replaced back into `sys.modules`.
         """
         if self not in sys.meta_path:
             return

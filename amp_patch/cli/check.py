@@ -40,18 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--update",
         action="store_true",
-        help="with --against: after printing what differs, write the contract anew; on hardware that it has no numbers"
-        " for, add them",
+        help="with --against: after printing what differs, measure again and write the contract; numbers of other"
+        " hardware are kept only if no promise is broken",
     )
     parser.add_argument(
         "--steps", type=_steps, metavar="N", help=f"optimizer steps of a run (default: {STEPS}, or the contract's)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of each run (default: 0, or the contract's)")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the result as JSON")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a report as one HTML page")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="with --against: also write the verdict as JSON")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="with --against: write a report as one HTML page")
     add_script(
         parser,
-        usage="(--write FILE | --against FILE [--update]) [--steps N] [--seed N] [--json FILE] [--html FILE]",
+        usage="(--write FILE | --against FILE [--update] [--json FILE] [--html FILE]) [--steps N] [--seed N]",
         has_report=True,
     )
 
@@ -61,12 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
     judged, because the contract cannot be read, or the script fails or is another one than in the contract. With
-    --update, return 0 once the contract was written anew, even if it did not hold before.
+    --update, return 0 once the contract was written anew, even if it did not hold before; 2 if its runs fail.
     """
     check_is_named(arguments)
     if arguments.update and arguments.against is None:
         arguments.parser.error("--update needs --against FILE: --write makes a contract anew")
     if arguments.against is None:
+        for option in ("json", "html"):
+            if getattr(arguments, option) is not None:
+                arguments.parser.error(f"--{option} needs --against FILE")
         return _write(arguments)
     try:
         return _check(arguments)

@@ -1,4 +1,4 @@
-"""`amp-patch doctor`: checks scripts and notebooks, or without a path, examines the machine.
+"""`amp-patch doctor`: checks scripts, notebooks and installed packages; without a path, examines the machine, too.
 
 Exit codes: 0 no errors or warnings (there may be notes), 1 errors or warnings, 2 the command line cannot be used.
 """
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_codes, action="extend", default=[], metavar="CODES", help=about)
     parser.add_argument("--output-format", choices=("text", "json"), default="text")
     parser.add_argument("--notes", action="store_true", help="print notes instead of only counting them")
-    parser.add_argument("--no-advice", action="store_true", help="do not advise on a level (which imports torch)")
+    parser.add_argument(
+        "--no-advice", action="store_true", help="with PATH: do not advise on a level (which imports torch)"
+    )
     parser.add_argument("--explain", metavar="CODE", help="explain a rule with examples, and exit")
     parser.add_argument("--list", action="store_true", help="list all rules, and exit")
 

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # the script may have failed after the recorded steps: then only the exit code shows it
+    # 1 also if the script has failed in these steps without an explained exception, or while it was ended after them
     return int(code != 0)
 
 
@@ -137,7 +137,9 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
 
 
 def _hint_at_steps(taken: list[int], first: int) -> str:
-    """Return advice on --steps for a script that failed before the asked steps; "" if it took none, or almost all."""
+    """Return advice on --steps for a script that failed before the asked steps; "" if no step is known, or if it
+    came to the step before the first asked one.
+    """
     last = max(taken, default=0)
     return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""
 

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_runs,
         default=40,
         metavar="N",
-        help="limit on runs of the script (default: %(default)s)",
+        help="limit on runs of the search; up to 4 that trace its result come on top (default: %(default)s)",
     )
     add_script(
         parser,
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, else 1.
+    """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, and if
+    no fault remains in the traced steps, else 1.
 
     After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
     raises KeyboardInterrupt.

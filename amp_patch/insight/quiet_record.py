@@ -27,11 +27,15 @@ class QuietRecord:
     Attributes:
         cause: "lost update", "collapsed", "cancelled", "zero gradients" or "stale copy".
         step: the number of the first step in which it was seen, from 0.
-        steps, looked: the number of steps in which it was seen, and in which it was looked for.
+        steps: the number of steps in which it was seen.
+        looked: the number of steps in which it was looked for.
         tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; "" if it has
             no name.
-        tensors, of: the number of tensors that lose, and of those that could.
-        module, op, site: the module, the op and the line of the script; of a step, `op` is the optimizer.
+        tensors: the number of tensors that lose.
+        of: the number of tensors that could.
+        module: the module.
+        op: the op; of a step, the optimizer.
+        site: the line of the script.
         role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. Also
             "gradients" for gradients that are summed. "" for other losses.
         dtype: the short name of the 16-bit dtype.

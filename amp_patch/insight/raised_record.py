@@ -63,11 +63,14 @@ class RaisedRecord:
     """An exception that left the script, or the function that ran under a recording.
 
     Attributes:
-        error, message: the class and the text of the exception.
+        error: the class of the exception.
+        message: its text.
         cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
-        step, phase: the number of the step, and the part of it that ran.
+        step: the number of the step.
+        phase: the part of the step that ran.
         op: the name of the call that raised: in lists if they can name it, else in the script.
-        module, site: the module and the line of the script; for the backward pass of an op, where the op itself ran.
+        module: the module; for the backward pass of an op, the one in which the op itself ran.
+        site: the line of the script; for the backward pass of an op, that of the op itself.
         raised_at: for the backward pass of an op, the line that was running; else None.
         called_from: the line of the user's own code, if `site` is in an installed package.
         operands: the floating tensors among the arguments, each as the fields of an `Operand`.

@@ -103,7 +103,7 @@ class Storages:
         largest = 1.0
         for tensor in op.inputs():
             known = self.find(tensor)
-            # An elementwise op passes on the factor of its input. Indexing or a product with a matrix does not.
+            # An op that gives as many elements as it gets counts as elementwise, and passes the factor on.
             if known is not None and known.summed > 1 and (tensor.numel() == output.numel() or is_reduction(op)):
                 largest = max(largest, known.summed)
         if largest > 1 or is_reduction(op):

@@ -194,14 +194,20 @@ def has_gradient(tensor: Tensor) -> bool:
 
 def open_gradients(masters: Iterable[Tensor]) -> None:
     """Give closed masters float32 gradients, where their low halves keep the gradients in another dtype."""
+    closed = [
+        (master, master.low_half, master.low_half.gradient)
+        for master in masters
+        if type(master) is ClosedMaster and master.low_half.gradient is not None
+    ]
+    if not closed:
+        return
     opened: list[tuple[Tensor, LowHalf]] = []
     copies: list[Tensor] = []
     sources: list[Tensor] = []
     with without_overrides(), torch.inference_mode(False), torch.no_grad():
-        for master in masters:
-            if type(master) is not ClosedMaster or master.low_half.gradient is None:
-                continue
-            half, gradient = master.low_half, master.low_half.gradient
+        closed.reverse()
+        while closed:
+            master, half, gradient = closed.pop()
             if gradient.is_cpu:
                 master.grad = gradient.float()
                 half.gradient = None  # freed before the next one is converted
@@ -210,8 +216,8 @@ def open_gradients(masters: Iterable[Tensor]) -> None:
             sources.append(gradient)
             copies.append(torch.empty_like(gradient, dtype=torch.float32))
         copy_(group(copies, sources))
-        for (master, half), gradient in zip(opened, copies, strict=True):
-            master.grad = gradient
+        for (opened_master, half), gradient in zip(opened, copies, strict=True):
+            opened_master.grad = gradient
             half.gradient = None
 
 

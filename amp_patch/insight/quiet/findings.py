@@ -97,7 +97,7 @@ class Findings:
         return list(self._records())
 
     def _records(self) -> Iterator[QuietRecord]:
-        used = {(cause, finding.used) for (cause, _), finding in self._known.items()}
+        used = {(cause, finding.used) for (cause, _), finding in self._known.items() if finding.used}
         for (cause, site), finding in self._known.items():
             place = finding.place
             if (cause, site) in used:

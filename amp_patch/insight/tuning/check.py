@@ -19,7 +19,8 @@ class Check(Probe):
     """Records the losses and gradients of `steps` steps of each optimizer.
 
     After each step, the optimizer's weights from before its first step are restored. So the steps of two runs can be
-    compared one by one: an error in one step does not change the weights of the next.
+    compared one by one: an error in one step does not change the weights of the next. If a step with a closure reports
+    only its end, later steps start from the weights after the first one.
 
     Args:
         steps: the number of steps.
