@@ -111,7 +111,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         """Remove the finder from `sys.meta_path`. If it is not there, do nothing.
 
         Remove the Apex names of the stand-in's modules, such as `apex.amp`, from `sys.modules`, and from the attributes
-        of an installed `apex` that was completed. Put the modules of an `apex` that was replaced back into `sys.modules`.
+        of an installed `apex` that was completed. Put the modules of a replaced `apex` back into `sys.modules`.
         """
         if self not in sys.meta_path:
             return
