@@ -91,8 +91,8 @@ class OverflowFlags:
     def check_at_step(self, scalers: Iterable[LossScaler]) -> dict[LossScaler, Tensor]:
         """Return the flags on which the step depends, by scaler.
 
-        If no block has checked some of the present gradients, check them now, and add the result to the flag of every
-        dynamic scaler of `scalers`.
+        If no block has checked some of the present gradients, check them now: the returned flags of all dynamic
+        `scalers` include the result. `found_inf` itself stays as it is.
         """
         if self.state is not OptState.UNCHECKED and not self.was_zeroed:
             return self.found_inf

@@ -53,7 +53,8 @@ _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 class ClosedMaster(nn.Parameter):
     """A split master without float32 values: each element is NaN, for code in C++ that does not ask Python.
 
-    Any other use opens it, and torch goes on with the open master.
+    Python code that needs the values opens it, and torch goes on with the open master. Its metadata and `grad` can be
+    used while it is closed.
 
     Attributes:
         low_half: what its values are made from, with the parameter.
@@ -230,7 +231,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
     masters = list(masters)
-    open_gradients(masters)  # an open master is read without `ClosedMaster`
+    open_gradients(masters)  # first: an open master has no `low_half`, where a gradient may be
     for master in masters:
         if type(master) is ClosedMaster:
             by_device.setdefault(master.low_half.low.device, []).append(master)
@@ -355,8 +356,9 @@ class SplitMasters:
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. The
-        copies of parameters that a step has written are made by `end_step`, when the gradients are gone.
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict, and if
+        the script has cast its parameter, which has no low half then. The copies of parameters that a step has written
+        are made by `end_step`, when the gradients are gone.
         """
         rows = self._find(parameters)
         opened = [row for row in rows if type(row[0]) is not ClosedMaster]
@@ -409,7 +411,7 @@ class SplitMasters:
         return bool(edited)
 
     def write_edited(self, parameters: Iterable[Tensor]) -> None:
-        """Write the open masters whose parameters were edited."""
+        """Write the masters of these parameters that are open and were edited."""
         edited: list[Tensor] = []
         for master, half in self._find(parameters):
             if type(master) is not ClosedMaster and half.is_master_edited(master):
@@ -443,7 +445,9 @@ def _take_over(master: Tensor, half: LowHalf) -> None:
 
 
 def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
-    """Close masters, except those in memory that the script holds, too. Record the state of these."""
+    """Close masters, except those whose memory the script holds as well, and those whose parameter it has cast. Record
+    the state of these.
+    """
     closable = [row for row in opened if row[1].is_private and row[1].is_joinable()]
     by_storage: dict[int, list[tuple[Tensor, LowHalf]]] = {}
     for master, half in opened:

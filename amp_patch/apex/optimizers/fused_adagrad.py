@@ -10,7 +10,7 @@ from .base import FusedOptimizer, Work
 class FusedAdagrad(FusedOptimizer):
     """Adagrad without decay of the learning rate; `updates.adagrad_` has the formula.
 
-    State dicts of torch.optim.Adagrad without `lr_decay` can be loaded.
+    State dicts of torch.optim.Adagrad can be loaded if `lr_decay` is 0.
 
     Args:
         adagrad_w_mode: weight decay decoupled from the gradient.

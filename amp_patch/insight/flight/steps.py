@@ -86,7 +86,7 @@ class StepFollower(events.Watcher):
         """Count a step, taken or skipped."""
         is_begun, self._told = self._told is not None, None
         if not is_begun:  # a step with a closure tells only its end
-            if self._hooks.get(optimizer):  # which its hook has followed
+            if self._hooks.get(optimizer):  # its hook has counted this step
                 return
             self._begin(optimizer)
         self._end(optimizer)
@@ -132,7 +132,8 @@ class StepFollower(events.Watcher):
     def _follow(self, session: Session | None) -> None:
         """Take steps from the events of a session, and the steps of other optimizers from hooks.
 
-        Optimizers of a session get no hook, because with one they could not skip a step on the device.
+        Optimizers that were passed to `initialize` get no hook, because with one they could not skip a step on the
+        device. Those of a `NativeSession` keep theirs, which are ignored while its events tell of a step.
         """
         self._sampler.attach(self._get_models, session, self._scalers)
         bound: list[Optimizer] = []
