@@ -207,13 +207,14 @@ class FailingCall:
 
     Attributes:
         name: the name of the op or of the function.
-        operands: the tensors among its arguments, each with its name.
-        run: makes the call again, with each tensor replaced by the result of the function that it is given.
+        operands: the tensors among its arguments and, for a module, its parameters, each with its name.
+        run: makes the call again, with each tensor argument (for a check, each local tensor) replaced by the result of
+            the function that it is given.
         written: the operand that it writes to; None for none.
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
         forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
-        is_reached: whether an entry of a list would change how it runs; None if that is not known.
+        is_reached: whether lists and rules for modules act where it runs; None if that is not known.
         is_check: whether it is no call, but the condition of an `assert`, or of the `if` around a `raise`.
         stand_in: the operand that stands for the result of another call; None for none.
     """
@@ -404,7 +405,7 @@ def _may_run_again(function: Any) -> bool:
     objects that are neither Python functions nor classes, such as functions in C.
     """
     if isinstance(function, functools.partial):
-        return True  # a method of a tensor
+        return function.func is _call_method  # a method of a tensor
     if isinstance(function, nn.Module):
         has_state = any(buffer.numel() for buffer in function.buffers())
         return type(function).__module__.startswith("torch.nn.modules") and not has_state
@@ -439,9 +440,10 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
 
 
 def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
-    """Return the condition by which an `assert` or `raise` was reached, as a call that fails under this condition.
+    """Return the condition of an `assert`, as a call that fails if it is false; or that of the nearest `if` around a
+    `raise`, as a call that fails if it is true.
 
-    Returns None for a condition that calls something, or that is not about the dtype of a local or global tensor.
+    Returns None for a condition that calls something, that has no attribute `dtype`, or that names no tensor.
     """
     test: ast.AST | None = node
     expects = False

@@ -16,7 +16,9 @@ from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. When a checkpoint of the script recomputes a module, none is open."""
+"""The modes of regions that module rules open. While a checkpoint that the script has written itself (not torch's) runs
+a forward again, no such region is open.
+"""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
@@ -64,7 +66,8 @@ class RuleFinder:
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the spelling that a list has for a patched attribute, or else for another one with this replacement.
+        """Return the spelling that a list has for a patched attribute, or else the one that an earlier call found for
+        another attribute with this replacement.
 
         Returns None without one.
         """

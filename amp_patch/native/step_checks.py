@@ -25,8 +25,8 @@ class StepChecks:
             the changes need a region.
 
     Attributes:
-        called_at: the line that first called a model, such as `train.py:12`. "" if `Takeover` has seen no call: it sees
-            calls with `everywhere`, with module rules, and while it watches.
+        called_at: the line that first called a model, such as `train.py:12`. "" if `Takeover` has seen no call: it
+            follows them only if it has `everywhere` or module rules, and after `Takeover.watch`.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class StepChecks:
 
     def note_compiled_region(self) -> None:
         """Record a region in compiled code, where no session can be opened."""
-        self._has_compiled_region = torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._has_compiled_region = True
 
     def note_mixed_precision(self) -> None:
         """Record that the script uses mixed precision without a region: `amp.initialize`, or weights in 16 bits."""
@@ -80,9 +81,10 @@ class StepChecks:
         """
         if self.is_waiting and not self._stepped_at:  # only at the first of these steps
             self._stepped_at = find_line()
+            begin = "calls a torch.nn.Module with parameters" if self._is_everywhere else "enters torch.autocast"
             self._on_plain_step(
-                f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script enters"
-                " torch.autocast for the first time"
+                f"amp_patch: {self._stepped_at} steps without mixed precision: nothing changes until the script {begin}"
+                " for the first time"
             )
         if self._has_compiled_region and is_changing:
             raise PolicyError(
@@ -120,7 +122,7 @@ class StepChecks:
             )
         hint = ""
         if "apex" in sys.modules:
-            hint = " FP16_Optimizer has no levels."
+            hint = " No level can be applied to FP16_Optimizer of apex."
         raise NoRegionError(
             f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
             " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"

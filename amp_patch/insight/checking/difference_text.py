@@ -77,7 +77,9 @@ def _name_pair(pair: Moved) -> str:
 
 
 def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
-    """Yield lines on the differences of two contracts: in the run, the ops, the optimizers, and the numbers."""
+    """Yield lines on the differences of two contracts: in the run, the ops and the optimizers, and the numbers of `new`
+    that leave the bands of `old`.
+    """
     for name in ("torch", "level", "low", "device", "steps", "seed"):
         was, value = getattr(old.about, name), getattr(new.about, name)
         if was != value:
