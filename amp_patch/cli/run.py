@@ -158,8 +158,6 @@ def check_command(parser: argparse.ArgumentParser, command: list[str]) -> None:
     if command[0] != "-m" and not path.exists():
         beside = [script.name for script in path.parent.glob("*.py")]
         parser.error(f"can't open file {str(path)!r}: no such file.{did_you_mean(path.name, beside)}")
-    if command[0] != "-m" and path.is_dir() and not (path / "__main__.py").is_file():
-        parser.error(f"{command[0]} is a folder without a __main__.py: name a script in it")
 
 
 def prepare(

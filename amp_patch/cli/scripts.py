@@ -143,6 +143,9 @@ class ScriptRunner:
         if arguments.everywhere and arguments.has_level:
             run_command.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
         run_command.check_command(arguments.parser, self._command)
+        folder = Path(self._command[0])  # `run` leaves it to Python, which says less
+        if self._command[0] != "-m" and folder.is_dir() and not (folder / "__main__.py").is_file():
+            arguments.parser.error(f"{folder} is a folder without a __main__.py: name a script in it")
         check_lists(arguments.parser, "--lists", *arguments.lists)
         self._opt_level = arguments.opt_level
         self._lists = arguments.lists

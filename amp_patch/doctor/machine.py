@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import amp_patch
 
+from ..config import levels
 from .rules import Finding
 
 LOW_DTYPES = ("float16", "bfloat16")
@@ -169,18 +170,23 @@ def recommend(device: Device) -> Advice:
         reason = f"{name} has bfloat16, which needs no loss scaling; O1 and O2 (float16) are as fast"
         if is_cpu:
             reason = "this CPU has bfloat16 instructions. Float16 levels are for testing GPU code"
-        return Advice(f"use O4 or O5: {reason}", ("O4", "O5"), "bf16")
+        return _use_levels("bfloat16", reason)
     if is_cpu:
         reason = "this CPU has no fast 16-bit products, so amp computes them in float32"
         return Advice(f"keep O0 here: {reason}. Other levels are for testing GPU code")
     if verdicts["float16"] == "fast":
         reason = f"{name} has fast float16 products, and no fast bfloat16 ones"
-        return Advice(f"use O1 or O2: {reason}", ("O1", "O2"), "f16")
+        return _use_levels("float16", reason)
     if verdicts["float16"] == "unknown":
         return Advice(
             f"time a few steps at O0, O1 and O4 on {name}, and take the fastest: amp_patch has no figures for it"
         )
     return Advice(f"keep O0 here: 16 bits save memory on {name}, but no time")
+
+
+def _use_levels(low: str, reason: str) -> Advice:
+    names = levels.find_patching_level(low).name, levels.find_master_level(low).name
+    return Advice(f"use {names[0]} or {names[1]}: {reason}", names, "bf16" if low == "bfloat16" else "f16")
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:

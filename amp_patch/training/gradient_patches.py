@@ -18,18 +18,18 @@ from .split_masters import open_gradients
 def zero_masters(
     original: Callable[..., Any], masters: Masters, on_zero_grad: Callable[[torch.nn.Module], None]
 ) -> Callable[..., Any]:
-    """Return a `Module.zero_grad` that first calls `on_zero_grad(module)`, and also drops the gradients of masters.
+    """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`.
 
     Without this, the next step would use gradients that the script has zeroed, or would be skipped because of them.
     """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
-        on_zero_grad(module)  # first, because it checks gradients that no block has checked yet
         original(module, set_to_none)
         for parameter in module.parameters():
             master = masters.get(parameter)
             if master is not None:
                 master.grad = None
+        on_zero_grad(module)
 
     return zero_grad
 

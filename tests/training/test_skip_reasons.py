@@ -275,13 +275,3 @@ def test_the_list_of_reasons_names_functions_that_exist():
     methods = {name.rpartition(".")[2] for name in known}
     assert {name for name in named - attributes if name not in known and name not in methods} == set()
     assert len(named) > 10
-
-
-@pytest.mark.parametrize("zeroes", ["model", "optimizer"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_of_a_delayed_block_lowers_the_scale_if_gradients_are_zeroed(level, zeroes):
-    (model, _), (optimizer, _) = prepare(level)
-    before = amp.stats().loss_scales[0]
-    backward(loss_of(model, math.inf), optimizer, delay_unscale=True)
-    {"model": model, "optimizer": optimizer}[zeroes].zero_grad()
-    assert amp.stats().loss_scales[0] < before
