@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=new_file, metavar="FILE", help="with --against: write a report as one HTML page")
     add_script(
         parser,
-        usage="(--write FILE | --against FILE [--update] [--json FILE]\n           [--html FILE])"
-        " [--steps N] [--seed N]",
+        usage="(--write FILE | --against FILE) [--update] [--json FILE] [--html FILE] [--steps N] [--seed N]",
         has_report=True,
     )
 
