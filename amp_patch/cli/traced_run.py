@@ -50,7 +50,7 @@ class TracedRun:
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
         """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
 
-        Only those of the first recording: data-parallel ranks lose the same.
+        From the first recording only: data-parallel ranks lose the same.
         """
         return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
 
@@ -58,7 +58,7 @@ class TracedRun:
     def _searches(self) -> "list[FaultRecord]":
         """The faults of steps that were skipped while a dynamic loss scale came down, in search of a scale that fits.
 
-        Only those of the first recording: data-parallel ranks skip the same steps.
+        From the first recording only: data-parallel ranks skip the same steps.
         """
         return [fault for recording in self.watched.recordings[:1] for fault in recording.searches]
 
@@ -196,7 +196,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # The files that repeated runs write go to a folder of this name. Each run replaces those of the run before.
+    # The files that repeated runs write go to a folder of this name. Each run replaces the files of the run before.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

@@ -258,17 +258,9 @@ def _holds_parameters_of(script: Script, optimizer: ast.expr, owner: str) -> boo
 
 def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> bool:
     """Return whether `scaler.step` finds no gradients, because `zero_grad` comes between the backward pass and it."""
-    if not flow.are_in_order(zeroing, step) or not flow.surely_runs(zeroing, step):
-        return False
-    losses_before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, zeroing)]
-    if not losses_before:
-        return False
-    # another backward pass may give the step its gradients
-    losses = [*flow.scaled_backwards, *flow.plain_backwards]
-    if any(flow.between(losses, zeroing, step)) or flow.may_train_between(zeroing, step):
-        return False
+    loss = flow.find_only_loss(zeroing, step)
     # a step or `unscale_` before the zeroing has recorded the checks, so torch does not raise the error
-    return not any(flow.between([*flow.steps, *flow.unscales], losses_before[-1], zeroing))
+    return loss is not None and not any(flow.between([*flow.steps, *flow.unscales], loss, zeroing))
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------

@@ -263,6 +263,18 @@ class ScalerFlow:
             if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:
                 yield call
 
+    def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
+        """Return the last scaled loss that goes backward before an event, if the event surely runs before a step and
+        no backward pass between the two may give the step its gradients; else None.
+        """
+        if not self.are_in_order(event, step) or not self.surely_runs(event, step):
+            return None
+        losses_before = [loss for loss in self.scaled_backwards if self.are_in_order(loss, event)]
+        later = self.between([*self.scaled_backwards, *self.plain_backwards], event, step)
+        if not losses_before or any(later) or self.may_train_between(event, step):
+            return None
+        return losses_before[-1]
+
     def may_train_between(self, first: ast.AST, last: ast.AST) -> bool:
         """Return whether a function that may run a backward pass, by its name, is called between two nodes."""
         for call in self.between(self._script.calls, first, last):

@@ -99,17 +99,11 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
 def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
     """Return whether `scaler.update` runs between a step and the backward pass that gave the step its gradients."""
     update = next((call for call in reversed(flow.updates) if flow.are_in_order(call, step)), None)
-    if update is None or not flow.surely_runs(update, step):
-        return False
-    losses_before = [loss for loss in flow.scaled_backwards if flow.are_in_order(loss, update)]
-    if not losses_before:
-        return False
-    # another backward pass may give the step its gradients
-    losses = [*flow.scaled_backwards, *flow.plain_backwards]
-    if any(flow.between(losses, update, step)) or flow.may_train_between(update, step):
+    loss = None if update is None else flow.find_only_loss(update, step)
+    if update is None or loss is None:
         return False
     # an optimizer that has stepped before the update steps again, perhaps on gradients that the script set by hand
-    steps_before = {text_of(call) for call in flow.between(flow.steps, losses_before[-1], update)}
+    steps_before = {text_of(call) for call in flow.between(flow.steps, loss, update)}
     return text_of(step) not in steps_before
 
 

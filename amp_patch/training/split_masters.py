@@ -195,20 +195,16 @@ def has_gradient(tensor: Tensor) -> bool:
 
 def open_gradients(masters: Iterable[Tensor]) -> None:
     """Give closed masters float32 gradients, where their low halves keep the gradients in another dtype."""
-    closed = [
-        (master, master.low_half, master.low_half.gradient)
-        for master in masters
-        if type(master) is ClosedMaster and master.low_half.gradient is not None
-    ]
-    if not closed:
+    closed = [master for master in masters if type(master) is ClosedMaster and master.low_half.gradient is not None]
+    if not closed:  # in nearly every step without split masters
         return
     opened: list[tuple[Tensor, LowHalf]] = []
     copies: list[Tensor] = []
     sources: list[Tensor] = []
     with without_overrides(), torch.inference_mode(False), torch.no_grad():
-        closed.reverse()
-        while closed:
-            master, half, gradient = closed.pop()
+        for master in closed:
+            half, gradient = master.low_half, master.low_half.gradient
+            assert gradient is not None
             if gradient.is_cpu:
                 master.grad = gradient.float()
                 half.gradient = None  # freed before the next one is converted

@@ -44,7 +44,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating parameters, gradients and buffers of a module to `dtype`, in place; not those of its submodules."""
+    """Cast floating parameters, gradients and buffers of a module to `dtype`, in place, and no submodules."""
     for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
             # torch refuses a gradient whose dtype differs from its parameter's
