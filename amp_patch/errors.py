@@ -1,8 +1,8 @@
-"""The error classes of amp_patch, except some of a single module, and suggestions for misspelled words in messages.
+"""The error classes that several modules of amp_patch raise, and suggestions for misspelled words in messages.
 
-Each class is a subclass of `AmpError`, and of the builtin exception that a caller would catch. `AmpError` itself is a
-`RuntimeError`, because scripts written for Apex expect that. A message names the given value, the allowed values and
-the remedy, if there are such.
+Each error is an `AmpError`, and most are also the builtin exception that a caller would catch, such as ValueError.
+`AmpError` itself is a `RuntimeError`, because scripts written for Apex expect that. A message names the given value,
+the allowed values and the remedy, if there are any.
 """
 
 import difflib
@@ -27,8 +27,8 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The most characters that are kept of the message of a PolicyError or OpListError, which may quote a file. The middle
-of a longer message is left out.
+"""The most characters of a PolicyError's or OpListError's message, which may quote a file. Of a longer message, this
+number of characters is kept: half at its beginning, half at its end.
 """
 
 
@@ -91,7 +91,7 @@ class LossIdError(AmpError, IndexError):
 
 
 class SessionError(AmpError):
-    """A call comes at the wrong time: there is no session, another one is in use, or a `scale_loss` block is open."""
+    """A call comes at the wrong time: for example there is no session, or a `scale_loss` block is open."""
 
 
 class BannedOpError(AmpError, NotImplementedError):
@@ -106,7 +106,7 @@ class NonFiniteError(AmpError, FloatingPointError):
     """`amp_patch.insight.trace` has found a value that does not fit into its dtype.
 
     Attributes:
-        fault: the record of the value, an `amp_patch.insight.FaultRecord`.
+        fault: the record of the value, an `amp_patch.insight.FaultRecord`; None if the error was made without one.
     """
 
     def __init__(self, message: str, fault: Any = None) -> None:
@@ -260,7 +260,8 @@ def _count_letters(word: str) -> int:
     """
     bits = 0
     for letter in word:
-        # MAX_WORD bits for each code modulo 64: the first letter sets the first of them, the next one the second, ...
+        # MAX_WORD bits for each code modulo 64: the first letter with this code sets the first bit, the second letter
+        # the second bit, ...
         bit = 1 << (ord(letter) % 64 * MAX_WORD)
         while bits & bit:
             bit <<= 1

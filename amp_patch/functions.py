@@ -117,7 +117,7 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
         session = _current.state.session
         if session is None or session.casts is None:
             return function(*args, **kwargs)
-        # a wrapper belongs to one session, so make a new one if the session has changed since the last call
+        # `cast_function` belongs to one session, so make it anew if there is another session than at the last call
         if casts is not session.casts:
             casts, cast_function = session.casts, session.casts.wrap(rule, function, like)
         return cast_function(*args, **kwargs)

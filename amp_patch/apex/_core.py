@@ -84,7 +84,10 @@ def find_session() -> Session | None:
 
 
 def find_living_session() -> Session | None:
-    """Return the session in force, or None. Closes it first if its models are gone."""
+    """Close the session in force if it is over, for example because its models were freed.
+
+    Returns the session that is still in force, or None.
+    """
     with current.state.lock:
         current.close_if_over()
         return current.state.session
@@ -99,14 +102,15 @@ def open_session(
     replace: bool,
     accept_low: bool,
 ) -> Session:
-    """Add models and optimizers to the session in force if it has this policy, else open a new session in its place.
+    """Add models and optimizers to the session in force if it has the same policy, device type and op lists.
 
-    Returns the session. If it existed before, its loss scalers start anew, because Apex made new ones in each
-    `initialize`. The lists of `amp-patch run --lists` are added after the lists of the policy.
+    Otherwise open a new session in its place. Returns the session. If it existed before, its loss scalers start anew,
+    because Apex made new ones in each `initialize`. The lists of `amp-patch run --lists` are added after the lists of
+    the policy.
 
     Args:
-        replace: whether to open a new session even if the session in force has this policy.
-        accept_low: whether models may have 16-bit parameters already.
+        replace: open a new session in any case.
+        accept_low: accept models that have 16-bit parameters already.
     """
     lists = (*policy.lists, *find_command_lists(policy))
     earlier_session = current.state.session
@@ -125,7 +129,7 @@ def open_session(
             # copy the start state into the scaler, and keep the object: blocks and views hold it
             start = LossScaler(policy.loss_scale, min_loss_scale=lowest, max_loss_scale=highest)
             scaler.set_loss_scale(start.known_scale)
-            # this resets the counters; of a static scaler, it does not load the scale
+            # this resets the counters; a static scaler takes no scale from it, hence the line above
             scaler.load_state_dict(start.state_dict())
     return session
 
@@ -142,7 +146,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore torch's own functions. Also close the session if it has no models: it patched functions and no more."""
+    """Restore torch's own functions. Also close a session without models, such as the session that `init` opens."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -150,7 +154,7 @@ def remove_casts(session: Session) -> None:
 
 
 def patch_again(session: Session) -> None:
-    """Patch the ops again if `remove_casts` restored them, and patch functions that were registered in the meantime."""
+    """Patch the ops again if `remove_casts` restored them, and patch functions that were registered since."""
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()
     for known in current.state.registered:
@@ -165,7 +169,7 @@ def patch_again(session: Session) -> None:
 
 
 class ManualPass:
-    """A backward pass whose gradients the caller unscales, instead of a `scale_loss` block.
+    """A backward pass after which the caller unscales the gradients. A `scale_loss` block does this by itself.
 
     The caller unscales with `unscale_in_place`, which notes inf and NaN, and then calls `update_scale`.
 
@@ -175,7 +179,7 @@ class ManualPass:
     """
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
-        # the script has scaled a loss: a step does not warn that none was, and the scale counts as used
+        # The script scales the loss without the scaler's help. The next step must not warn that no loss was scaled.
         scaler.awaits_loss = False
         self._scaler = scaler
         self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -199,9 +203,9 @@ class ManualPass:
             self._found_inf.copy_(torch.maximum(self._found_inf, found_inf.to(self._found_inf.device)))
 
     def update_scale(self) -> bool:
-        """End the pass: update the loss scale, and return whether to skip the step. A static scale never skips one.
+        """End the pass: update the loss scale, and return whether to skip the step. Under a static scale, return False.
 
-        Overflows of other passes, which the scaler was given since its last update, count too. If ranks share the
+        If the scaler was told of overflows in other passes since its last update, they count too. If ranks share the
         scaler, all of them must call this equally often. Waits for the device if the scale is dynamic.
         """
         self._scaler.add_found_inf(self._found_inf)
@@ -238,7 +242,7 @@ class OptimizerView:
     def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yield a list of pairs for each parameter group: (the model's parameter, its master).
 
-        In the place of a missing master, the pair has the parameter itself. The optimizer updates the second tensor.
+        If a parameter has no master, the pair holds it twice. The optimizer updates the second tensor.
         """
         optimizer = self._binding.optimizer
         if optimizer is not None:
@@ -252,11 +256,11 @@ class OptimizerView:
 
     @property
     def has_scaled_gradients(self) -> bool:
-        """Whether gradients carry a loss scale."""
+        """Whether gradients in the session are multiplied by a loss scale now."""
         return self._gradients.is_scaled
 
     def unscale(self) -> None:
-        """Divide the gradients that carry a loss scale by this scale."""
+        """Unscale and check gradients now, as the next `step()` would do first."""
         self._gradients.unscale(self._binding.flags)
 
     def is_next_step_skipped(self) -> bool:
@@ -267,8 +271,8 @@ class OptimizerView:
 class HandScaledPass:
     """A backward pass of a loss that the script multiplies by the loss scale itself, without a `scale_loss` block.
 
-    The script calls `begin`, runs the backward pass, and calls `end`. The loss must carry the scale of the session's
-    first scaler (loss_id 0).
+    The script calls `begin`, runs the backward pass, and calls `end`. It must multiply the loss by the scale of the
+    session's first scaler (loss_id 0).
 
     Args:
         optimizer: the optimizer of the loss, which was passed to `initialize`.
@@ -281,7 +285,10 @@ class HandScaledPass:
         self._block: LossBlock | None = None
 
     def begin(self) -> None:
-        """Enter a `scale_loss` block for the gradients. Its loss is a placeholder: the script scales the true loss."""
+        """Enter a `scale_loss` block for the gradients, with a placeholder as its loss.
+
+        Does nothing if the optimizer was freed. Opens no block while amp is disabled.
+        """
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -292,9 +299,10 @@ class HandScaledPass:
             block.__enter__()
 
     def end(self, manual: ManualPass) -> None:
-        """Unscale the gradients. An overflow makes the optimizer skip its next step, and is noted in `manual`.
+        """Unscale the gradients, and note an overflow in `manual`.
 
-        If `begin` opened no block, unscale all gradients that carry a scale, and note nothing in `manual`.
+        Under a dynamic scale, an overflow also makes the optimizer skip its next step. If `begin` opened no block,
+        unscale as the next step would, and note nothing in `manual`.
         """
         block, self._block = self._block, None
         if block is None:

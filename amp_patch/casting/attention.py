@@ -1,4 +1,4 @@
-"""`Attention`: short attention of 16-bit operands, computed in float32 on a CPU.
+"""`Attention`: computes short attention of 16-bit operands in float32, where that is faster on a CPU.
 
 torch's flash attention is one autograd node, which saves its operands and has no double backward. Where torch would use
 it in eager code, attention in float32 is one node, too: `_LowAttention`, which saves its operands in 16 bits.
@@ -34,9 +34,9 @@ class Attention:
     def can_use_float32(self, low: torch.dtype, max_scores: int) -> bool:
         """Return whether `compute_in_float32` supports this call, and is faster than a 16-bit kernel.
 
-        All operands must be plain 4-dim tensors of dtype `low` on a CPU, with the same head size; queries and keys must
-        have the same number of heads. There may be at most `max_scores` scores (queries times keys) for each head, no
-        dropout, and no mask but a bool one.
+        Query, key and value must be plain 4-dim tensors of dtype `low` on a CPU, with the same head size. Query and key
+        must have the same number of heads. A head may have at most `max_scores` scores (queries times keys). A mask
+        must be bool. Calls with dropout or `enable_gqa` are not supported.
         """
         if self.dropout_p or self.enable_gqa:
             return False
@@ -50,15 +50,15 @@ class Attention:
         query_shape, key_shape = self.query.shape, self.key.shape  # (batch, heads, length, head size)
         same_heads = query_shape[1] == key_shape[1]
         same_head_size = query_shape[3] == key_shape[3] == self.value.shape[3]
-        if not (same_heads and same_head_size):  # torch uses another kernel
+        if not (same_heads and same_head_size):
             return False
         return query_shape[2] * key_shape[2] <= max_scores
 
     def compute_in_float32(self, original: Callable[..., Tensor]) -> Tensor:
         """Return the result of torch's function `original`, rounded to the dtype of the operands.
 
-        If torch would use its flash kernel for the 16-bit operands in eager code, this saves for backward the operands
-        and the result in 16 bits, as that kernel does. Otherwise `original` saves float32 values.
+        In eager code, if torch would use its flash kernel for the 16-bit operands, the operands and the result are
+        saved for backward in 16 bits, as that kernel saves them. Otherwise `original` saves float32 values.
         """
         query, key, value = self.query, self.key, self.value
         options = (self.attn_mask, self.dropout_p, self.is_causal)
@@ -75,7 +75,7 @@ class Attention:
 
 
 class _LowAttention(torch.autograd.Function):
-    """torch's attention for CPUs on 16-bit operands, computed in float32. Saves 16-bit values for backward.
+    """torch's flash attention on a CPU, computed in float32. Saves its 16-bit operands and result for backward.
 
     If an operand or the result is changed in place before backward, backward raises RuntimeError, as in torch.
     """

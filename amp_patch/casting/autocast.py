@@ -62,12 +62,12 @@ class Autocast:
 
         With a `ModuleRulesSwitch`, autocast stays enabled while that switch is off in the calling thread.
         """
-        # patches call this function also while that switch is off: torch then has to cast
-        is_often_off = isinstance(switch, ModuleRulesSwitch)
+        # while a `ModuleRulesSwitch` is off, a patch calls this function, too, and torch has to cast
+        may_leave_casts_to_torch = isinstance(switch, ModuleRulesSwitch)
 
         @functools.wraps(original)
         def run_without_autocast(*args: Any, **kwargs: Any) -> Any:
-            if is_often_off and not switch.is_on_here():
+            if may_leave_casts_to_torch and not switch.is_on_here():
                 return original(*args, **kwargs)
             if not self.is_here():
                 return original(*args, **kwargs)
@@ -95,7 +95,7 @@ class ModuleRulesSwitch:
 
     @property
     def on(self) -> bool:
-        """Whether some thread has a region of the session open."""
+        """Whether the session's switch is on, and some thread has a region of it open."""
         return self._switch.on and self._switch.has_regions()
 
     def mode_here(self) -> Mode:

@@ -128,8 +128,8 @@ class Switch:
 
     Attributes:
         on: whether any op may cast.
-        regions: the number of open regions of all threads. With `autocast` it is 1 more, so never 0. While it is 0, ops
-            cast as the op lists say in every thread, and need not call `mode_here`.
+        regions: the number of open regions of all threads. With `autocast` it is 1 more, so never 0. While it is 0 and
+            the switch is on, ops cast as the op lists say in every thread, and need not call `mode_here`.
     """
 
     __slots__ = ("__weakref__", "_get_mode_name", "_local", "_lock", "_open", "autocast", "on", "regions")
@@ -192,7 +192,7 @@ class Switch:
         return Mode.BY_LISTS if self.autocast is None or self.autocast.is_here() else Mode.OFF
 
     def _find_mode(self) -> Mode:
-        """Return how ops cast in this thread, while some thread has a region open."""
+        """Return how ops cast in this thread while the switch is on, inside or outside of regions."""
         innermost = self._find_innermost()
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
@@ -215,13 +215,13 @@ class Switch:
     def _is_in_force(self, region: Region) -> bool:
         """Return whether the mode of a region applies here.
 
-        It does not inside a block of torch.autocast that the region contains and in which the session does not cast, as
-        with `enabled=False`.
+        With `autocast`, it does not where the session casts nothing: outside of torch.autocast blocks, and in a block
+        inside the region that has `enabled=False` or another dtype.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # torch.autocast is disabled here. If no block has begun since the region opened, and torch.autocast was enabled
-        # then, the region itself has paused it.
+        # The session casts nothing here, unless the region itself has paused torch.autocast. That is so if ops were
+        # cast before the region opened, and no block has begun since.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:
@@ -268,8 +268,9 @@ class Switch:
     def open_for_module(self, mode: Mode, owner: object, frame: types.FrameType | None = None) -> bool:
         """Open a region for the forward of a module: in the given mode, or in OFF if the region around it is OFF.
 
-        Return whether the caller must cast the inputs of the module. It must not if ops cast nothing here, if the
-        region around has the same mode, or if this call has its region already.
+        Opens none while the switch is off, or if this call of the module has its region already. Returns whether the
+        caller must cast the inputs of the module: only if ops are cast here, and the region is new and changes the
+        mode.
 
         Args:
             owner: the object that will call `close_for_module`.

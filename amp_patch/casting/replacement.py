@@ -175,8 +175,8 @@ def _calls_overrides(original: OpFunction) -> bool:
 def supports_overrides(original: OpFunction) -> bool:
     """Return whether torch calls overrides for this function of torch.
 
-    It does for all but a few Python functions, such as grouped_mm and flex_attention: only the functions that these
-    call have overrides.
+    It does not for a few Python functions, such as grouped_mm and flex_attention: there, an override sees only the
+    functions that they call.
     """
     if type(original) is not types.FunctionType or hasattr(original, "__wrapped__"):
         return True
@@ -194,7 +194,7 @@ def is_of_torch(original: OpFunction) -> bool:
 
 
 def find_inplace_position(original: OpFunction) -> int | None:
-    """Return the position of the parameter `inplace`, such as 1 for `F.relu`, or None if the function has none."""
+    """Return the position of the parameter `inplace`, such as 1 for `F.relu`, or None if no position has that name."""
     code = getattr(getattr(original, "__wrapped__", original), "__code__", None)
     if code is None:
         return None

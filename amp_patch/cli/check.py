@@ -57,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write or check a contract.
+    """Write or check a contract, and return the exit code.
 
-    Return 0 if the contract was written, or holds; 1 if it does not hold, or could not be written; 2 if it could not be
-    judged, because the contract cannot be read, or the script fails or is another one than in the contract. With
-    --update, return 0 once the contract was written anew, even if it did not hold before; 2 if its runs fail.
+    0: the contract was written, or it holds. 1: it does not hold, or it could not be written. 2: it could not be
+    judged, because the contract cannot be read, the script fails, or the contract is for another script. With --update,
+    0 also if the contract did not hold and was written anew.
     """
     check_is_named(arguments)
     if arguments.update and arguments.against is None:
@@ -124,7 +124,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _update(arguments: argparse.Namespace, question: "Question", contract: "Contract", verdict: "Verdict") -> None:
-    """Write the contract anew. Numbers of other hardware stay only if nothing is broken."""
+    """Measure again, and write the contract. Keep its numbers of other hardware only if no promise is broken."""
     new = _measure(arguments, question, is_new=True)
     if verdict.holds:
         new.numbers = {**contract.numbers, **new.numbers}
@@ -133,7 +133,7 @@ def _update(arguments: argparse.Namespace, question: "Question", contract: "Cont
 
 
 def _ask(arguments: argparse.Namespace, contract: "Contract | None") -> "Question":
-    """Return what to run: the options of the command line, or else the contract's.
+    """Return what to run, from the options of the command line, then the contract's, then the defaults.
 
     Puts the options of the contract into `arguments`, from which the runner takes them.
     """
@@ -180,7 +180,7 @@ def _from_folder(name: str, folder: Path) -> str:
 
 
 def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: bool) -> "Contract":
-    """Run the script. For a new contract, also measure the noise of its numbers."""
+    """Run the script, and return its numbers as a contract. A new contract also gets bands, from several runs."""
     from ..insight.checking import Measurer
 
     prefix = arguments.parser.prog
@@ -193,7 +193,7 @@ def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: boo
 
 
 def _annotate(verdict: "Verdict", script: str | None) -> None:
-    """Print the broken promises as commands of GitHub Actions, which shows them at their lines."""
+    """Print the broken promises as commands of GitHub Actions, which shows them at their lines of the script."""
     for broken in verdict.breaks:
         place = ""
         file, _, line = broken.site.rpartition(":")

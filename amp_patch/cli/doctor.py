@@ -1,4 +1,4 @@
-"""`amp-patch doctor`: checks scripts, notebooks and installed packages; without a path, examines the machine, too.
+"""`amp-patch doctor`: checks the installed packages, and the given scripts and notebooks, or else the machine.
 
 Exit codes: 0 no errors or warnings (there may be notes), 1 errors or warnings, 2 the command line cannot be used.
 """
@@ -62,7 +62,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.output_format == "json":
         print(report.as_json(), flush=True)
     else:
-        # in scripts that do not use amp yet, a note says how to begin
+        # for scripts that do not use amp yet, notes say how to begin
         with_notes = arguments.notes or not project.uses_amp
         verdict, *lines = report.as_text(with_notes=with_notes).split("\n")
         print_verdict(verdict, not is_faulty)

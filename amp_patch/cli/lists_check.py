@@ -1,4 +1,4 @@
-"""`amp-patch lists check`: prints every fault in lists, and for lists without faults the entries without effect."""
+"""`amp-patch lists check`: prints each fault in lists. For a list without faults, prints its entries without effect."""
 
 import argparse
 import os
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not report.errors:
             warnings += report.warnings
             lines_without_faults.append(_describe(name, report))
-    # each only once: two lists may extend the same file
+    # two lists may extend the same file, so print each line only once
     errors = list(dict.fromkeys(errors))
     warnings = list(dict.fromkeys(warnings))
     if arguments.json:

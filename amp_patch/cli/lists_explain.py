@@ -65,9 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return the low dtype that lists are for: the shipped list that they name or extend; float16 if there is none.
+    """Return "bfloat16" if the lists name or extend the shipped list `bfloat16`, else "float16".
 
-    Since the list `bfloat16` extends the list `float16`, lists with an entry of the former are for bfloat16.
+    If both shipped lists are named, the first one counts. The list `bfloat16` extends the list `float16`, so one entry
+    of `bfloat16` is enough.
     """
     for name in names:
         if name in LOW_NAMES:
@@ -91,14 +92,14 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
         yield f"\n{rule} by {location(entry)}, without effect: torch {torch.__version__} has no such op"
     for entry in explanation.other_torch:
         rule = entry.rule.describe(entry.like)
-        # a list may be read for another version of torch, as autocast-cuda@2.11
+        # the version after @, as in `autocast-cuda@2.11`, is the version of torch that a list is read for
         is_for_running = entry.is_for(config.op_lists.get_running_torch())
         kept_out = "in the version after @" if is_for_running else f"on torch {torch.__version__}"
         yield f"\n{rule} by {location(entry)}, without effect: {bounds(entry)} keeps it out {kept_out}"
     rules = [ruling.kind for ruling in explanation.rulings]
     if any(rule.is_casting for rule in rules):
         yield "\nfloat64, complex, integer and quantized arguments are never cast."
-    # the spellings may follow several rules; the longest tuple of arguments contains the shorter ones
+    # if the spellings follow several rules, the longest tuple of arguments contains the shorter ones
     opt_outs = max((rule.opt_outs for rule in rules), key=len, default=())
     if opt_outs:
         arguments = " or ".join(f"{argument}=" for argument in opt_outs)
@@ -107,14 +108,17 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     if config.op_lists.is_product(name):
         yield (
             f"\nThis is a product: if the device has no {low} instructions, values are rounded to {low}, then"
-            " multiplied and added in float32 (compute: auto, native or float32)."
+            " multiplied and added in float32, unless the level's property `compute` says otherwise."
         )
     elif config.op_lists.is_without_cpu_kernel(name):
-        yield f"\nCPUs have no {low} kernel: there the op runs in float32, and the result is rounded (compute)."
+        yield (
+            "\nWhere products are computed in float32 (see the level's property `compute`), so is this op, and its"
+            f" result is rounded: CPUs may have no {low} kernel of it."
+        )
 
 
 def _format_ruling(ruling: "config.explain.Ruling", low: str) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a table: what each one is about, and the text."""
+    """Yield the rows of a table about a ruling: a title, such as "rule" or a dtype, and the text."""
     entry = ruling.entry
     summary = ruling.kind.summary.format(low=low)
     about_package = "not imported, so the name cannot be looked up"

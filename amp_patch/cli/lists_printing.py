@@ -13,7 +13,7 @@ LIST = "a shipped list or the path of a list file"
 """The help text of an argument that names a list."""
 
 LEAST = 20
-"""The fewest characters to which the cells of a column are shortened."""
+"""A cell that is shortened keeps at least this number of characters."""
 
 _INTERNAL = ("is_optional", "is_warning")
 """Fields of dataclasses that JSON leaves out."""
@@ -34,7 +34,7 @@ def bounds(entry: "config.op_lists.OpEntry") -> str:
 
 
 def as_data(value: Any) -> dict[str, Any]:
-    """Return a dataclass, such as an entry or an explanation, as a dictionary for JSON."""
+    """Return a dataclass, such as an entry or an explanation, as a dictionary for JSON, without `_INTERNAL` fields."""
     return asdict(value, dict_factory=lambda fields: {name: item for name, item in fields if name not in _INTERNAL})
 
 
@@ -44,8 +44,8 @@ def module_as_data(rule: "config.ModuleRule") -> dict[str, Any]:
 
 
 def fit_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return rows as lines with aligned columns. The longest cells are shortened, down to `LEAST` characters, until the
-    lines have at most `width` characters. None: shorten none.
+    """Return rows as lines with aligned columns. Cells are shortened, the longest first, until the lines have at most
+    `width` characters, or no cell can be shortened. With None as the width, no cell is shortened.
     """
     if not rows or width is None:
         return align(rows)

@@ -1,4 +1,6 @@
-"""`amp-patch trace --armed`: runs a script at full speed until a step goes wrong, which its process then repeats."""
+"""`amp-patch trace --armed`: runs a script at full speed. If a step goes wrong, the script's process repeats the step
+under a tracer.
+"""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,11 +14,13 @@ if TYPE_CHECKING:
     from ..insight import Recording
 
 TROUBLE, FAILED = 1, 2
-"""Exit codes: a step went wrong, or the script misuses GradScaler or autocast; the script failed, or used no model."""
+"""Exit codes. TROUBLE: a step went wrong, or the script misuses GradScaler or autocast. FAILED: the script failed, or
+called no model.
+"""
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Run the script armed. Return 0, `TROUBLE` or `FAILED`. The script's process reports a step that goes wrong."""
+    """Run the script armed, and return 0, `TROUBLE` or `FAILED`. The script's own process prints what went wrong."""
     from ..insight import format_misuses
     from ..insight.runs import Run
 
@@ -24,7 +28,7 @@ def trace(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None:
             arguments.parser.error(f"--{name} does not go with --armed")
     options = armed.read_options(arguments)
-    # a rank goes on until the command ends all of them, because the others would wait for it
+    # with `--then stop`, this command ends all ranks: a rank that ended alone would leave the others waiting
     is_stopping = options["then"] == "stop"
 
     def is_enough(recording: "Recording") -> bool:
@@ -41,8 +45,10 @@ def trace(arguments: argparse.Namespace) -> int:
 
 
 def _report(watched: WatchedRun, prog: str) -> int:
-    """Print how the run ended, unless a step went wrong. Return the exit code."""
-    # the processes of the script have printed the reports
+    """Print how the run ended, and return the exit code. If a step went wrong, the script's processes have printed it.
+
+    Raises KeyboardInterrupt if Ctrl-C has ended the run.
+    """
     if any(recording.troubles for recording in watched.recordings):
         return TROUBLE
     if watched.is_interrupted:

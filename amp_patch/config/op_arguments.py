@@ -1,4 +1,8 @@
-"""Finds the argument of an op that a list entry names by `like`. Reads signatures, and calls no op."""
+"""Finds the position of an argument of an op, from its signature or docstring. Calls no op.
+
+A list entry of the rule `match`, such as `{op: attend, like: value}`, names an argument of the op by `like`. All
+tensors of a call are cast to the dtype of this argument.
+"""
 
 import inspect
 import re
@@ -26,7 +30,7 @@ def find_position(function: Any, argument: str) -> int | None:
     """
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
-    function = inspect.unwrap(function)  # a replacement of a session has the docstring of torch's function in C
+    function = inspect.unwrap(function)  # torch's own function, if a session has replaced it
     parameters = _read_parameters(function)
     named = [parameter for parameter in parameters if parameter.kind not in _CATCH_ALL]
     for position, parameter in enumerate(named):
@@ -36,7 +40,7 @@ def find_position(function: Any, argument: str) -> int | None:
 
 
 def _explain_missing(function: Any, argument: str, parameters: Sequence[Parameter]) -> str:
-    """Return why a function has no argument of a name."""
+    """Return the message that no argument of a function is known to have this name."""
     shown = getattr(function, "__name__", None) or str(function)
     names: list[str] = []
     catch_all: list[str] = []
@@ -61,7 +65,7 @@ def _read_parameters(function: Callable[..., Any]) -> list[Parameter]:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a function in C
         parameters = list(_read_docstring(function))
-    # an op of `torch.library` has the signature (*args, **kwargs)
+    # an op of `torch.library` has the signature (*args, **kwargs), and its arguments are in its schema
     if all(parameter.kind in _CATCH_ALL for parameter in parameters):
         parameters = list(_read_schema(function)) or parameters
     return parameters
@@ -76,7 +80,7 @@ def _read_schema(function: Any) -> Iterator[Parameter]:
 
 
 def _read_docstring(function: Any) -> Iterator[Parameter]:
-    """Yield the parameters of a function in C from the first line of its docstring (see `_HEAD`)."""
+    """Yield the parameters of a function in C from the head of its docstring (see `_HEAD`), if it has one."""
     name = getattr(function, "__name__", "")
     head = _HEAD.match(getattr(function, "__doc__", None) or "")
     if head is None or head["name"] != name:

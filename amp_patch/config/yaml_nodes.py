@@ -22,8 +22,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 16
 
 FREE_TEXT_KEYS = ("description", "why", "extends", "lists")
-"""Keys whose value is prose or the name of a file. It may contain look-alikes, such as curly quotes (see the module
-`look_alikes`), which are errors in any other value.
+"""Keys whose value is prose, or the names of lists. Such a value may contain look-alikes: characters such as curly
+quotes, which look like ASCII (see the module `look_alikes`). In any other value, they are errors.
 """
 
 _TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, the most that is allowed"

@@ -22,7 +22,7 @@ _MEASURING = {
 """Functions and methods whose result depends on the scale of a gradient."""
 
 _SAME_VALUES = ("detach", "float", "cpu", "flatten", "view", "reshape", "clone", "ravel", "double", "numpy")
-"""Methods of a gradient whose result has its values."""
+"""Methods of a gradient whose result has the gradient's values."""
 
 _SCALE_FREE = ("isnan", "isinf", "isfinite", "all_reduce", "zero_", "mul_", "div_", "copy_")
 """Functions and methods that scripts rightly use on scaled gradients."""
@@ -55,7 +55,8 @@ _PENALTIES = ("torch.autograd.grad",)
 )
 def clips_scaled(script: Script) -> Iterator[Fault]:
     """After `scaler.scale(loss).backward()`, gradients are multiplied by the loss scale until `scaler.unscale_` or
-    `scaler.step`. A norm of 1 is then a limit of 1 / 65536, and almost every step is far too small.
+    `scaler.step`. With a scale of 65536, max_norm=1 then limits the true gradients to a norm of 1 / 65536, and almost
+    every step is far too small.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -67,10 +68,10 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
 
 
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
-    """Yield the calls that clip gradients to a limit that is not scaled. A call may occur twice.
+    """Yield the calls that seem to clip gradients to a limit that is not scaled. A call may occur twice.
 
-    They call torch's `clip_grad_norm_` and the like, a function of the script that does, a function with a name such as
-    `dispatch_clip_grad`, or `grad.clamp_(...)`.
+    Such a call is one of torch's `clip_grad_norm_` and its like, of a function of the script that calls these, of a
+    function with a name such as `dispatch_clip_grad`, or of a method such as `clamp_` on a gradient.
     """
     clippers = script.calls_of(*CLIPPERS)
     clipping_functions = {script.frame(call) for call in clippers}
@@ -157,8 +158,8 @@ def _is_gradient(node: ast.AST) -> bool:
 )
 def reads_scaled(script: Script) -> Iterator[Fault]:
     """Until `scaler.unscale_` or `scaler.step`, gradients are multiplied by the loss scale, which starts at 65536 and
-    changes during the run. A norm or a histogram of them says little, and a limit or a penalty computed from it is
-    wrong.
+    changes during the run. A norm or a histogram of them says little, and a limit or a penalty that is computed from
+    them is wrong.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:

@@ -191,7 +191,7 @@ class ScalerFlow:
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
     def meets_scaled_gradients(self, node: ast.AST) -> bool:
-        """Return whether a node runs between a scaled backward pass and its step, and nothing in between unscales."""
+        """Return whether a node runs between a scaled backward pass and its step, while gradients are still scaled."""
         for loss in self.scaled_backwards_and_callers:
             for step in self._steps_and_callers:
                 if not self.are_in_order(loss, node, step) or self.may_unscale_between(loss, node):
@@ -250,7 +250,7 @@ class ScalerFlow:
         return False
 
     def _depends_on_scale(self, branch: ast.If | ast.IfExp) -> bool:
-        """Return whether the test of an `if` names the precision, or an arm has a scaled backward pass or a step."""
+        """Return whether the test of an `if` has a word such as "amp", or an arm has a scaled backward pass or step."""
         if _CONDITION.search(ast.unparse(branch.test)):
             return True
         inside = set(ast.walk(branch))
@@ -264,19 +264,21 @@ class ScalerFlow:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled loss that goes backward before an event, if the event surely runs before a step and
-        no backward pass between the two may give the step its gradients; else None.
+        """Return the last scaled backward pass before a call `event`, if its gradients are those of a later `step`.
+
+        Returns None if that is not sure: if the event may not run before the step, or if a backward pass may run
+        between the two.
         """
         if not self.are_in_order(event, step) or not self.surely_runs(event, step):
             return None
-        losses_before = [loss for loss in self.scaled_backwards if self.are_in_order(loss, event)]
-        later = self.between([*self.scaled_backwards, *self.plain_backwards], event, step)
-        if not losses_before or any(later) or self.may_train_between(event, step):
+        passes_before = [call for call in self.scaled_backwards if self.are_in_order(call, event)]
+        passes_after = self.between([*self.scaled_backwards, *self.plain_backwards], event, step)
+        if not passes_before or any(passes_after) or self.may_train_between(event, step):
             return None
-        return losses_before[-1]
+        return passes_before[-1]
 
     def may_train_between(self, first: ast.AST, last: ast.AST) -> bool:
-        """Return whether a function that may run a backward pass, by its name, is called between two nodes."""
+        """Return whether a function whose name suggests a backward pass is called between two nodes."""
         for call in self.between(self._script.calls, first, last):
             name = function_of(call).lower()
             if any(word in name for word in ("backward", "loss", "train", "update_", "optimize", "manual")):
@@ -302,7 +304,7 @@ def _is_call_of(call: ast.Call, names: set[str]) -> bool:
 
 
 def grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of a fault that exists only while a GradScaler is enabled: "error" if that is always so."""
+    """Return the severity of a fault that only an enabled GradScaler makes: "error" if it is always enabled."""
     return "error" if flow.is_always_enabled else "warning"
 
 

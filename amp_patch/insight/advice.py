@@ -1,4 +1,4 @@
-"""A remedy in words: the lines of advice in a report."""
+"""The lines of advice in a report: how to apply the remedy of a fault."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ class _Case:
 
     @property
     def lines(self) -> str:
-        """The lines that run the ops which must be in float32."""
+        """The lines of the script that run the ops which must be in float32, in one phrase."""
         return _join_places(self.fault.fix.lines) or self.fault.origin.site or "that line"
 
     @property
     def edit(self) -> str:
-        """The edit of the script that no list can replace."""
+        """The edit of the script that makes ops float32: the ops that no list reaches, or else all of them."""
         places = _join_places(self.remedy.sites) or self.lines
         return f"float32 at {places}: .float() on every tensor read there, no cast to 16 bits"
 
@@ -77,7 +77,7 @@ def _advise_scale(case: _Case) -> Iterator[str]:
     elif remedy.scale is not None and remedy.scale > present:
         yield f"a larger loss scale: {format_scale(remedy.scale)} instead of {format_scale(present)}{in_script}"
     else:
-        yield f"no loss scale holds the smallest and the largest of these; {format_scale(present)} is the best"
+        yield f"no loss scale makes both the smallest and the largest of these fit; {format_scale(present)} is the best"
 
 
 def _advise_step(case: _Case) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _advise_step(case: _Case) -> Iterator[str]:
 
 
 def _advise_list(case: _Case) -> Iterator[str]:
-    """Yield a list that keeps the ops in float32, and the edit of the script that no list can replace."""
+    """Yield a list that keeps the ops in float32, how to use it, and an edit of the script for ops out of its reach."""
     native_run = case.native_run
     entries = _format_choice(case.remedy)
     if native_run is not None and not native_run.low:
@@ -126,7 +126,7 @@ _ENTRY_WIDTH = WIDTH - 11  # entries stand behind a label and a margin
 
 
 def _format_choice(remedy: Remedy) -> list[str]:
-    """Return the entries of a list, after alternative ones that suffice in their place, if there are any."""
+    """Return the lines of the list's entries. If a blacklist suffices in their place, it comes first."""
     entries = format_entries(remedy)
     if not remedy.alternative:
         return entries
@@ -185,7 +185,7 @@ def _join_places(places: Sequence[str]) -> str:
 
 
 def _name_regions(regions: Sequence[str]) -> str:
-    """Return the modules that rules choose, in the words of the script's author."""
+    """Return the modules that rules choose in a phrase, such as "module encoder" or "the model"."""
     names = [chooser.partition(": ")[2].strip('"') for chooser in regions]
     if names == ["**"]:
         return "the model"

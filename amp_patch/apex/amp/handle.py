@@ -25,15 +25,15 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """See `amp_patch.scale_loss`.
 
-    As in Apex, scripts can find out after the block whether it overflowed: from `loss_scale()`,
-    `_amp_stash.already_patched` and `optimizer.step`. So under a dynamic scale the end of the block waits for the
-    device, unless `delay_unscale` or `delay_overflow_check` is set.
+    As in Apex, `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step` tell scripts after the block whether
+    its gradients overflowed. So under a dynamic scale the end of the block waits for the device, unless `delay_unscale`
+    or `delay_overflow_check` is set.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
 
 class _Block(NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """A `scale_loss` block. Unlike `inner`, it raises a helpful error if a script calls `backward` on it."""
+    """The block `inner`, with a method `backward` that raises an error with the remedy (see `NoLoss`)."""
 
     def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
         self._inner = inner
@@ -55,7 +55,7 @@ def _scale_loss(
     if session is not None and properties is not None and not properties.enabled:
         yield loss
         return
-    known_optimizers: list[Any] = []  # those of the session
+    known_optimizers: list[Any] = []  # the optimizers of the block that the session knows
     if session is not None and session.scaler(loss_id).is_identity and not session.policy.master_weights:
         # without a loss scale and masters, Apex did not look at the optimizers, so scripts pass unknown ones, too
         for optimizer in as_optimizers(optimizers):
@@ -81,7 +81,8 @@ def _scale_loss(
 class AmpHandle:
     """Switches the casts of torch's functions on and off.
 
-    `init` returns it. At levels that patch functions, `initialize` stores it as `_amp_state.handle`.
+    `init` returns and stores one, unless it patches nothing. `initialize` stores one at levels that patch functions.
+    Both store it as `_amp_state.handle`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -89,7 +90,7 @@ class AmpHandle:
         self._is_deactivated = False
 
     def is_active(self) -> bool:
-        """Return whether functions cast their arguments."""
+        """Return whether functions cast their arguments in this thread now."""
         return self._session.switch.is_on_here()
 
     @property
@@ -100,7 +101,7 @@ class AmpHandle:
     def _is_active(self, value: bool) -> None:
         if not value:
             self._session.switch.turn_off()
-        # `_deactivate` has restored the original functions, so there is nothing to switch on
+        # after `_deactivate`, no function is patched, so there is nothing to switch on
         elif not self._is_deactivated:
             self._session.switch.turn_on()
 
@@ -108,11 +109,11 @@ class AmpHandle:
         return disable_casts()
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return the optimizer with `num_loss` loss scalers of its own."""
+        """Return a wrapper of the optimizer that has `num_loss` loss scalers of its own."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
-        """Raise SessionError, because Apex replaced this method by `amp.scale_loss`."""
+        """Raise SessionError: Apex has `amp.scale_loss` instead of this method."""
         raise SessionError(
             "amp_handle.scale_loss is the oldest interface, and was removed from Apex: call model, optimizer ="
             " amp.initialize(model, optimizer) instead of amp.init(), and use `with amp.scale_loss(loss, optimizer) as"
@@ -133,7 +134,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """A handle without effect, with the methods of `AmpHandle`. `init` returns it if it patches nothing."""
+    """A handle without effect, with Apex's methods of `AmpHandle`. `init` returns it if it patches nothing."""
 
     _is_active = False
 

@@ -1,7 +1,7 @@
 """`LossScaler` with Apex's names, around a loss scaler of amp_patch (`core`): the session's, or a new one.
 
-Reading `_loss_scale` and `_unskipped` waits for the device; writing them takes effect on the next backward pass.
-`_unskipped` counts optimizer steps since the scale last changed; Apex counted backward passes.
+Reading `_loss_scale` and `_unskipped` waits for the device. A `_loss_scale` that the script sets applies to the next
+loss. `_unskipped` counts the good optimizer steps since a dynamic scale last changed; Apex counted backward passes.
 
 Pickles of `apex.amp.scaler.LossScaler`, as in checkpoints of Apex's `FP16_Optimizer`, load into this class.
 """
@@ -20,7 +20,7 @@ from .._forward import forwarded
 class LossScaler:
     """A loss scaler. `loss_scale` is "dynamic" or a number.
 
-    The argument `scale_factor` is ignored, as in Apex: a dynamic scale is always multiplied and divided by 2.
+    As in Apex, `scale_factor` is ignored: a new dynamic scaler doubles and halves its scale.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LossScaler:
         self.core = CoreScaler(loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         self.core.growth_interval = scale_window
         if self.dynamic:
-            # as in Apex: an upper bound below 2**16 lowers the first scale
+            # as in Apex: an upper bound below `init_scale` lowers the first scale
             self.core.set_loss_scale(min(max_loss_scale, init_scale))
         self._forget_pass()
 
@@ -89,7 +89,10 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """A tensor of one integer. Functions of amp_C set it to 1 after an overflow, and `update_scale` reads it."""
+        """A tensor of one integer: 1 after an overflow that `unscale` or a function of amp_C has noticed, else 0.
+
+        `update_scale` reads it.
+        """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
         if self._pass is not None and self._pass.has_overflow():
@@ -101,11 +104,11 @@ class LossScaler:
         self._buffer = value
 
     def loss_scale(self) -> float:
-        """Return the scale that the next backward pass will use. Waits for the device."""
+        """Return the scale after the next update, as if the step were now. Waits for the device."""
         return self.core.loss_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"loss_scale": float, "unskipped": int}`."""
+        """Return `{"loss_scale": float, "unskipped": int}`, and `hysteresis_tracker` for a scaler with a hysteresis."""
         return self.core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,7 +118,7 @@ class LossScaler:
     # ---- unscaling by hand: clear_overflow_state, unscale..., update_scale -------------------------------------------
 
     def clear_overflow_state(self) -> None:
-        """Begin a pass. Forget the overflow of the last pass, and clear the flag."""
+        """Begin a pass. Forget the overflow of the last pass, and set `_overflow_buf` to 0."""
         self._pass, self._is_overflow = None, False
         if self._buffer is not None:
             self._buffer.zero_()
@@ -130,9 +133,9 @@ class LossScaler:
     ) -> None:
         """Divide `model_grads` by the scale, or by `scale_override`, and write the quotients to `master_grads`.
 
-        The tensors may have any dtype, and `master_grads` may be the tensors of `model_grads`. If a gradient has inf or
-        NaN, the pass overflows. As in Apex, do nothing if the scale is static, the divisor is 1.0, and
-        `models_are_masters` is true.
+        The tensors may have any real floating dtype, and `master_grads` may be the tensors of `model_grads`. If a
+        gradient has inf or NaN, the pass overflows. As in Apex, do nothing if the scale is static, the divisor is 1.0,
+        and `models_are_masters` is true.
         """
         scale = self.loss_scale() if scale_override is None else scale_override
         if scale == 1.0 and models_are_masters and not self.dynamic:
@@ -153,7 +156,7 @@ class LossScaler:
                     target.copy_(source)
 
     def update_scale(self) -> bool:
-        """Update the loss scale, and return whether to skip the step.
+        """Update the loss scale, and return whether to skip the step. Under a static scale, return False.
 
         There is an overflow if a gradient that `unscale` has read since `clear_overflow_state` had inf or NaN, or if
         the script has set `_overflow_buf` or `_has_overflow`. Otherwise this counts a good step. Waits for the device.

@@ -1,4 +1,4 @@
-"""`apex.contrib`: the parts of it that have a counterpart in torch or here."""
+"""`apex.contrib`: the parts of Apex's package for which torch or amp_patch has a counterpart."""
 
 from typing import NoReturn
 

@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 class MultiTensorApply:
-    """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
+    """Calls `op(chunk_size, noop_flag_buffer, tensor_lists, *args)`, for a function `op` of `amp_C`.
 
-    `available` is True, because there is an `amp_C` here.
+    Scripts read `available` to find out whether Apex has its compiled `amp_C`. It is True, because `amp_patch.apex` has
+    these functions, too.
     """
 
     available = True

@@ -1,11 +1,11 @@
-"""`apex.optimizers`: Apex's optimizers on `torch._foreach_*`, for any device. Nothing is compiled.
+"""`apex.optimizers`: Apex's optimizers on torch's own kernels for lists of tensors, for any device.
 
 They compute in float32 for all dtypes of parameters (in float64 for float64), and keep their state in that dtype. They
 can be copied and pickled, and their state dicts have Apex's layout. With `amp.initialize` at a level with masters, they
 step on masters like any other optimizer.
 """
 
-__role__ = "optimizer"  # in reports of `insight`: see its `sites`
+__role__ = "optimizer"  # reports name the caller of an op by this word: see `insight/sites.py`
 
 from typing import NoReturn
 

@@ -10,7 +10,7 @@ from .base import FusedOptimizer, Work
 class FusedLAMB(FusedOptimizer):
     """LAMB with clipping by the norm of all gradients. `updates.lamb_` has the formula.
 
-    `step` does not change `.grad`. Apex's wrote the update there.
+    `step` does not change `.grad`; in Apex, it overwrote `.grad` with the update.
 
     Args:
         adam_w_mode: weight decay decoupled from the gradient.
@@ -71,7 +71,7 @@ class FusedLAMB(FusedOptimizer):
                 corrects_bias=bool(group["bias_correction"]),
                 averages_gradients=bool(group["grad_averaging"]),
                 gradient_norm=gradient_norm,
-                # not the group's, because the norm is over all groups; as in Apex
+                # as in Apex, from the defaults and not from the group: the norm is taken over all groups
                 max_gradient_norm=self.defaults["max_grad_norm"],
                 always_adapts=self.use_nvlamb,
             )

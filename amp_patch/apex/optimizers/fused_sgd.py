@@ -13,11 +13,11 @@ from .base import FusedOptimizer, Work
 class FusedSGD(FusedOptimizer):
     """SGD with momentum. `updates.sgd_` has the formula.
 
-    The momentum of a parameter starts as its own first gradient, as in torch.optim.SGD.
+    As in torch.optim.SGD, the momentum of a parameter starts as its first gradient, after weight decay.
 
     Args:
         wd_after_momentum: raises OptimizerError if true.
-        materialize_master_grads: without effect. Under amp, gradients are always in the masters.
+        materialize_master_grads: without effect.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "materialize_master_grads")
@@ -59,7 +59,7 @@ class FusedSGD(FusedOptimizer):
             lacks_momentum = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
-            # `sgd_` takes one `is_first` for all, but parameters may get their first gradient in different steps
+            # parameters may get their first gradient in different steps, and `sgd_` takes one `is_first` for all
             for is_first in (True, False):
                 chosen = [index for index, lacks in enumerate(lacks_momentum) if lacks is is_first]
                 part = [params[index] for index in chosen]

@@ -23,12 +23,14 @@ SAFETY = 4.0
 """A factor above 1, because four variants do not show the largest difference that is possible."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-"""The floor of a run by its 16-bit dtype: half a unit in the last place, relative to the value: the most by which
-rounding to this dtype changes a number. A number that is rounded the other way changes by up to twice as much.
+"""The floor of a run by its 16-bit dtype: the most by which rounding to this dtype changes a number, relative to the
+number (half a unit in the last place).
 """
 
 FLOAT32_FLOOR = 1e-5
-"""The floor of runs that cast nothing. Another order of addition changes sums of 10,000 float32 elements by less."""
+"""The floor of runs that cast nothing, and of first weights. If 10,000 float32 elements are added in another order,
+their sum changes by less.
+"""
 
 WIDEST = 0.5
 """A number with a wider band, relative to the number, is not promised: hardly any mistake would leave the band."""
@@ -95,7 +97,10 @@ class Variants:
         self._floor = FLOORS.get(low, FLOAT32_FLOOR)
 
     def find_problem(self) -> str:
-        """Return why no number can be promised: two runs with the same seed start differently. "" if they do not."""
+        """Return the message that no number can be promised, because two runs with the same seed start differently.
+
+        "" if they start alike, or there are no variants.
+        """
         if not self._variants:
             return ""
         repeated = self._variants[0]  # the same run once more
@@ -114,8 +119,8 @@ class Variants:
     def _compare(self, name: str, field: str, run: Measured) -> float | None:
         """Return the relative difference of a module's number between a variant and the base.
 
-        `field` is a field of `ModuleNumbersRecord`. None if the base has no such norm, or neither has
-        such a sketch.
+        `field` is a field of `ModuleNumbersRecord`. None if it is a norm that the base lacks, or a sketch that both
+        runs lack.
         """
         base, module = self._base.modules[name], run.modules.get(name)
         if field in TENSORS:

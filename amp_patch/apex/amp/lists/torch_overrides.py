@@ -1,4 +1,4 @@
-"""The rules of O1 for functions of `torch`."""
+"""The functions of `torch` that O1 casts: a list of names for each rule, as in Apex's module of this name."""
 
 import torch
 
