@@ -1,7 +1,7 @@
 """Writes records as JSON, and reads them back.
 
-A field whose type is a dataclass is a part of its record. Its own fields are keys of the record in JSON. The None of a
-field that is declared with `absent` has another value in JSON.
+A record is a dataclass. If a field of a record is a dataclass, too, the fields of this *part* are keys of the record in
+JSON. If a field is declared with `absent`, JSON has another value in the place of None.
 """
 
 import json
@@ -21,18 +21,18 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""Bytes of a line. A longer line is refused, so that a file without line ends is not read whole."""
+"""The most bytes of a line, or of a file that is one array. Of a longer one, no more is read, and it is refused."""
 
 MAX_INT = 1 << 63
-"""Integers in a file have smaller magnitudes."""
+"""An integer of this or a larger magnitude is refused."""
 
 
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
     """Yield the data of each line of a file, and its record; None for a kind that `kinds` does not have.
 
     `kinds` has the class of each kind. The file need not be trusted: each value of a record has the type of its field,
-    and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a file of
-    other lines.
+    and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a file that
+    cannot be read, or has other lines.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end
@@ -110,7 +110,10 @@ def _read_object(data: Any, kinds: Mapping[str, type[R]]) -> tuple[dict[str, Any
 
 
 def _build(kind: type[R], data: Mapping[str, Any]) -> R:
-    """Return a record, or a part of one, from the keys of a line. A key that is missing has the default."""
+    """Return a record, or a part of one, from the keys of a line. If a key is missing, its field has the default.
+
+    Raises TypeError if a value has another type than its field, or if the field of a missing key has no default.
+    """
     values: dict[str, Any] = {}
     for declared in fields(kind):  # type: ignore[arg-type]
         name, type_of_field = declared.name, declared.type
@@ -123,7 +126,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
 
 
 def to_type(value: Any, kind: Any, name: str) -> Any:
-    """Return a value of JSON as the type of a field: lists become tuples, and "inf", "-inf" and "nan" floats.
+    """Return a value of JSON as the type of a field. For example, a list becomes a tuple, and "nan" becomes a float.
 
     Raises TypeError, with the name of the field, for a value of another type.
     """
@@ -159,12 +162,12 @@ def _to_tuple(values: list[Any], kinds: tuple[Any, ...], name: str) -> tuple[Any
 
 
 def absent(value: Any) -> Any:
-    """Declare a field that is None by default, and whose None is stored as `value`."""
+    """Declare a field of a record. Its default is None, which is stored as `value`."""
     return field(default=None, metadata={"absent": value})
 
 
 def flatten(record: Any) -> dict[str, Any]:
-    """Return the fields of a record and of its parts by name, as they are stored."""
+    """Return the stored fields of a record and of its parts by name. None is replaced as `absent` declares."""
     flat: dict[str, Any] = {}
     for declared in fields(record):
         value = getattr(record, declared.name)
@@ -176,7 +179,7 @@ def flatten(record: Any) -> dict[str, Any]:
 
 
 def is_stored(declared: Field[Any]) -> bool:
-    """Return whether a field is written to files: all are whose metadata does not say `is_stored: False`."""
+    """Return whether a field is written to files. A field with `is_stored: False` in its metadata is not."""
     return bool(declared.metadata.get("is_stored", True))
 
 

@@ -18,9 +18,9 @@ class MisuseRecord:
     Attributes:
         cause: the kind, such as "scaled gradients are clipped".
         step: the number of the step in which it was noticed, from 0.
-        site: the line of the script.
-        effect: what happens because of it.
-        edit: what the script should do instead.
+        site: the line of the script; None if it is not known.
+        effect: the consequence for the training; None if there is no text.
+        edit: the edit of the script that mends it; None if there is no text.
     """
 
     kind: ClassVar[str] = "misuse"

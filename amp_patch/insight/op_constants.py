@@ -24,7 +24,7 @@ _ARITHMETIC = frozenset(
 """Ops whose integer arguments are values. In other ops, integers are sizes, positions and numbers of dimensions."""
 
 _FLAGS = ("is_causal",)
-"""Arguments that are constants if they are True."""
+"""Names of bool arguments that count as constants of a call where they are True."""
 
 _OPERATORS = {
     "truediv": "div",
@@ -35,7 +35,7 @@ _OPERATORS = {
     "multiply": "mul",
     "subtract": "sub",
 }
-"""Other names of the same ops."""
+"""Names of ops, each with another name of the op, by which `strip_spelling` replaces it."""
 
 _KERNELS = {
     "_softmax": "softmax",
@@ -54,8 +54,8 @@ _KERNELS = {
     "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
     "_scaled_dot_product_cudnn_attention": "scaled_dot_product_attention",
 }
-"""Kernels that compute a whole op, with the name of that op. An op on no list is named after its kernel, so an op that
-leaves a list would else seem to vanish.
+"""Kernels that compute a whole op, each with the name of that op. A recording names an op on a list by its function,
+and an op on no list by its kernel. Without this table, an op that leaves a list would seem to vanish.
 """
 
 
@@ -80,17 +80,18 @@ def strip_spelling(op: str) -> str:
 def find_constants(
     op: str, args: Sequence[Any], kwargs: Mapping[str, Any], function: Callable[..., Any] | None = None
 ) -> tuple[str, ...]:
-    """Return the floats and words among the arguments of an op, its integers if it computes with them, and its flags if
-    they are True and passed by name.
+    """Return the constants of a call as text: floats, strings, integers of an arithmetic op, and the names of flags
+    that are True and passed by name.
 
-    Words are for example a reduction and the approximation of an activation. The equation of an einsum is no constant,
-    since its letters mean nothing. Defaults of `function` are left out: modules pass them, and scripts often do not.
+    Strings are for example a reduction and the approximation of an activation. The equation of an einsum is no
+    constant, since its letters mean nothing. Values that equal the default of `function` are left out, because modules
+    pass them, and scripts often do not.
     """
     plain = strip_spelling(op)
     by_place = [(place, value) for place, value in enumerate(args) if _is_constant(plain, "", value)]
     by_name = {name: value for name, value in kwargs.items() if _is_constant(plain, name, value)}
     if not by_place and not by_name:
-        return ()  # most ops: their defaults are of no interest, and inspection is slow
+        return ()  # as for most calls; looking up the defaults would be slow
     defaults = {} if function is None else _find_defaults(function)
     names = list(defaults)
     values = [(names[place] if place < len(names) else "", value) for place, value in by_place]
@@ -113,7 +114,7 @@ def _show(name: str, value: object) -> str:
 
 
 def _find_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default of each parameter of a function, in order; {} for a function in C, which hides its own."""
+    """Return the default of each parameter of a function, in order; {} if the function has no readable signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -9,8 +9,8 @@ from .short_dtypes import spell_out
 
 _CELL = "Cell In["  # how IPython begins the place of a line
 _CAUSES = {
-    RaisedCause.MIXED: "its operands have different dtypes, and it takes one",
-    RaisedCause.UNSUPPORTED: "it does not take this dtype",
+    RaisedCause.MIXED: "the operands have different dtypes, and the call takes operands of one dtype",
+    RaisedCause.UNSUPPORTED: "the call does not take operands of this dtype",
     RaisedCause.LOW_WEIGHTS: "a GradScaler unscales float32 gradients, and these weights have float16 ones",
     RaisedCause.NO_GRADIENTS: "the optimizer has nothing to step on",
     RaisedCause.SCALER_ORDER: "a step has scale, backward, unscale_ (at most once), step, update, in this order",
@@ -120,7 +120,7 @@ _ORIGINS = {
 
 
 def _advise(raised: RaisedRecord, run: RunRecord | None) -> Iterator[str]:
-    """Yield the lines of a list, how to use it, and the edits of the script."""
+    """Yield the remedies as lines: entries for an op list and how to use the list, or instead edits of the script."""
     is_native, in_notebook = run is not None and run.is_native, (raised.site or "").startswith(_CELL)
     if raised.choices:
         below = "" if is_native else f", below `extends: {find_base(raised, run)}`"
@@ -138,7 +138,7 @@ def _advise(raised: RaisedRecord, run: RunRecord | None) -> Iterator[str]:
 
 
 def find_base(raised: RaisedRecord, run: RunRecord | None) -> str:
-    """Return the name of the list that a new list extends: the last one of the run, or a shipped one."""
+    """Return the name of the list that a new list extends: the last list of the run, or else the one in the record."""
     if run is not None and run.lists:
         return run.lists[-1]
     return raised.list_name

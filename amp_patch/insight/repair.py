@@ -1,8 +1,8 @@
-"""`Repair`: computes the rest of a step as if the values that do not fit had been computed in float32.
+"""`Repair`: tries remedies for values that do not fit into 16 bits, before they are printed.
 
-So a remedy is tried before it is printed. From the first fault of a step on, each value that depends on it has a
-*twin*: the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result
-does not fit into 16 bits either, the op has to run in float32, too.
+From the first fault of a step on, each value that depends on it has a *twin*: the value in float32. An op whose inputs
+have twins is computed a second time, with the twins. If its result does not fit into 16 bits either, the op has to run
+in float32, too.
 
 If a gradient does not fit, there are two remedies: a smaller loss scale, or to run the op of the forward pass whose
 gradient it is in float32, because a gradient has the dtype of the output of that op.
@@ -32,13 +32,13 @@ class Needs(NamedTuple):
 
     Attributes:
         culprits: the ops that have to run in float32.
-        scale: the largest loss scale, a power of two, under which all gradients fit once `culprits` run in float32.
-            None if the scale does not matter. It is below 1 only if there are no culprits.
+        scale: the largest loss scale, a power of two, under which the gradients fit once `culprits` run in float32.
+            None if the scale need not change. A scale below 1 is given only if there are no culprits.
         is_scale_enough: whether all gradients fit under this scale even without the culprits.
         fitting: the largest loss scale under which all gradients fit without the culprits; None if no gradient bounds
             it, or if values of the forward pass do not fit.
         scale_of_zeros: the smallest loss scale under which the share of gradients that are zero is as small as allowed,
-            but not above `scale`; None if the present scale is large enough.
+            but not above `scale`; None if the present scale is large enough, or any share is allowed.
     """
 
     culprits: list[Culprit]
@@ -59,7 +59,8 @@ class Repair:
     Attributes:
         made: the results of the ops of the forward pass, in order.
         rounding: ops whose rounding to 16 bits made a later result not fit.
-        beyond: the first op whose result float32 does not hold either, and its line; "" without one.
+        beyond: the first op of the forward pass whose result does not fit into float32 either, and its line; "" without
+            one.
         beyond_backward: the same for the backward pass, where a later op may mask the result.
     """
 
@@ -122,7 +123,7 @@ class Repair:
         outputs = op.floating_results()
         if not given or op.overload.is_in_bulk:
             for tensor in outputs:
-                # Without a twin among the inputs, the result is exact, and a twin from an earlier write is out of date.
+                # a twin from before this op wrote the tensor is out of date
                 self._twins.drop(tensor)
             return
         results = self._twins.compute(op)
@@ -137,7 +138,7 @@ class Repair:
             self._twins.put(tensor, result)
 
     def _find_given_twins(self, op: Op) -> list[_Pair]:
-        """Return the inputs that have twins, without an output that the op only overwrites."""
+        """Return the inputs that have twins, with the twins. An output that the op overwrites unread is no input."""
         given = [(tensor, twin) for tensor in op.inputs() if (twin := self._twins.find(tensor)) is not None]
         if op.overload.is_overwriting and op.inputs():
             target = op.inputs()[0]

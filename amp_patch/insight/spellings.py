@@ -1,4 +1,4 @@
-"""Finds how the line of a script that raised writes the operands of the call."""
+"""Finds how the line of a script that raised writes each operand of the call, for example as `x.half()`."""
 
 import ast
 import contextlib
@@ -15,10 +15,10 @@ from .tensors import storage_of
 
 
 def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
-    """Return how the user's innermost line writes each tensor; "" where that is not known.
+    """Return the text of each tensor in the user's innermost line; "" if that is not known.
 
-    `weights` says which tensors are weights. If one other tensor has no text, and one argument no value, they belong
-    together.
+    `weights` says for each tensor whether it is a weight. If the text of exactly one other tensor is not known, and the
+    value of exactly one argument, the text of this argument is returned for this tensor.
     """
     level = levels.innermost
     expression = None if level is None else find_expression(level.frame, level.index)
@@ -66,7 +66,7 @@ def _read_tensors(node: ast.AST, source: Source, reader: Reader) -> list[tuple[s
 def _find_text(
     tensor: Tensor, known: Sequence[tuple[str, Tensor]], passed: Sequence[tuple[str, Tensor]], origins: Origins
 ) -> str:
-    """Return how the line writes a tensor: the text of the value in `known` that fits it best; "" without one."""
+    """Return the text of a tensor in the line: the text of the value in `known` that fits it best; "" without one."""
     storage = storage_of(tensor)
     identical = [text for text, value in known if value is tensor]
     views = [text for text, value in known if storage and storage_of(value) == storage and value.dtype is tensor.dtype]
@@ -77,7 +77,7 @@ def _find_text(
 def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) -> list[str]:
     """Return the text of the one expression with the dtype and shape of a tensor, if it is a call; else [].
 
-    A call such as `x[0].double()` gives another tensor each time that it is read, so no storage tells.
+    Each evaluation of a call such as `x[0].double()` makes a new tensor, so the storage cannot identify it.
     """
     like = {text for text, value in known if value.dtype is tensor.dtype and value.shape == tensor.shape}
     return list(like) if len(like) == 1 and next(iter(like)).endswith(")") else []
@@ -113,7 +113,7 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
 
 
 def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
-    """Return the texts of the arguments that are calls, operators or items, and are or may be floating tensors.
+    """Return the texts of the arguments that are calls, operators or subscripts, and are or may be floating tensors.
 
     Returns [] for a module with submodules, whose operands need not be its arguments.
     """

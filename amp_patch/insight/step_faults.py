@@ -27,7 +27,7 @@ class SeenInStep:
         is_loss_bad: whether a loss was not finite.
         is_scaled: whether gradients may carry the loss scale by now.
         gradients: names of the parameters whose gradients are not finite.
-        total: the number of parameters that have a gradient.
+        total: the number of parameters with a gradient, of the optimizers that have begun a step.
         are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
         mended: for each gradient that is not finite, whether it is finite once the faulty ops run in float32.
         is_lost: whether one of these gradients would not be finite in float32 either.
@@ -167,7 +167,7 @@ class StepFaults:
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether gradients fit only under loss scales up to `scale`, but under 1 if the loss were a mean."""
+        """Return whether gradients fit only under loss scales up to `scale`, but at scale 1 if the loss were a mean."""
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
 

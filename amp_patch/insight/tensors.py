@@ -23,12 +23,14 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the first value of a tensor; 0 if it has no values or hides them, as in torch.func."""
+    """Return the address of the first value of a tensor; 0 if it has no values, is sparse or a subclass, or hides its
+    address, as in torch.func.
+    """
     return _read_address(tensor) if tensor.numel() else 0
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of the storage of a tensor, which its views share; 0 as in `address_of`."""
+    """Return the address of the storage of a tensor, which its views share; 0 where `address_of` returns 0."""
     return _read_address(tensor) and tensor.untyped_storage().data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""`Tracer`: looks for the first value in a run that does not fit into its dtype. `trace` does so for a function."""
+"""`Tracer`: looks for the first value in a run that does not fit into its dtype. `trace` runs a function under one."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ from .step_faults import SeenInStep, StepFaults
 from .tensors import find_largest_of, has_nan
 
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # training that has grown by this factor has diverged
-_REPEATED = 20  # a script that skips losses that are not finite would go on for ever
+_REPEATED = 20  # end the run after this number of faults of one op without a loss in between: see `_see_fault`
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Tracer(Recorder):
         return self._session
 
     def _records(self) -> list[Record]:
-        """Return the faults so far, and last those that belong to the search for a loss scale."""
+        """Return all records so far, the faults first."""
         steps = self._steps if self._keeps_steps else []
         return [
             *self._faults,
@@ -144,8 +144,8 @@ class Tracer(Recorder):
     def _see_fault(self) -> None:
         """Mark a fault in a gradient that the forward pass takes under torch.autocast.
 
-        End the run if the same op gives a fault again and again before any loss: the script skips losses that are not
-        finite, and would never step by one.
+        End the run if the first op with a fault gives a fault again and again before any loss is scaled. The script
+        skips losses that are not finite, so it might run on for ever without a step.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
@@ -158,7 +158,7 @@ class Tracer(Recorder):
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients."""
+        """Look at the gradients and the weights."""
         super().step_begun(optimizer)
         self._stepping = id(optimizer)
         if self.is_recording:
@@ -225,7 +225,7 @@ class Tracer(Recorder):
         self._finish_faults(None)
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
-        """Complete the faults of a repeated step, without a step of `optimizer`; None if its step had not begun."""
+        """Complete the faults of a repeated step. `optimizer` takes no step; it is None if no step of one had begun."""
         if optimizer is None:
             self.stop()  # completes them as at the end of a script
             return
@@ -317,7 +317,7 @@ class Tracer(Recorder):
 
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
         """Like `Recorder.note_raised`, but return None for an overflow that a fault on the same line explains."""
-        leave_mode(self._quiet)  # an exception in an optimizer's step has left it on
+        leave_mode(self._quiet)  # an exception in an optimizer's step leaves this mode on
         record = super().note_raised(error)
         if record is not None and record.cause.is_of_scaler:
             # Overflows of gradients under a dynamic loss scale are no reason for this exception.
@@ -330,7 +330,7 @@ class Tracer(Recorder):
         return record
 
     def _is_before_window(self) -> bool:
-        return False  # faults before the first step are not asked for
+        return False  # unlike other recorders, a tracer observes no step before its first
 
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()

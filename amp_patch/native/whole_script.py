@@ -1,4 +1,4 @@
-"""`WholeScript`: one region of `torch.autocast` around everything that a script without regions runs."""
+"""`WholeScript`: puts a script without regions of `torch.autocast` into one region, from the first call of a model."""
 
 import functools
 import threading

@@ -20,6 +20,8 @@ from amp_patch.insight.checking.op_differences import find_differences
 from amp_patch.insight.checking.probe import sketch_all
 from amp_patch.insight.checking.upgrades import Upgrade
 from amp_patch.insight.op_constants import strip_spelling
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import ComparedRecord, ComparisonRecord, CurveRecord, RunRecord
 from amp_patch.insight.runs import FunctionRunner
 from amp_patch.script_settings import Settings
 
@@ -425,3 +427,14 @@ def test_an_upgrade_of_torch_is_named_where_it_explains_an_op():
     )
     assert "lies between" in Upgrade("2.11.0", "2.13.0", "cpu").describe(op)
     assert Upgrade("2.13.0", "2.13.0", "cuda").describe(op) == ""
+
+
+@pytest.mark.parametrize(("before", "after"), [("nan", "nan"), ("inf", "inf"), ("nan", "1"), ("1", "inf")])
+def test_losses_that_are_not_finite_are_equal_only_to_themselves(before, after, tmp_path):
+    for name, loss in (("before", before), ("after", after)):
+        runs = [CurveRecord("O0", 0, (1.0,) * 9, (1.0,) * 9, (), 1.0)]
+        runs.append(CurveRecord("O1", 0, (float(loss),) * 9, (1.0,) * 9, (), 1.0))
+        about = [ComparisonRecord("O0", 9, (0,), "a CPU", ""), ComparedRecord("O0"), ComparedRecord("O1")]
+        Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [*about, *runs]).to_jsonl(tmp_path / name)
+    lines = describe_files(tmp_path / "before", tmp_path / "after")
+    assert lines == ([] if before == after else [f"O1: final loss {before} -> {after} (noise 0)"])

@@ -10,7 +10,7 @@ the band of the number is
 A later run may differ from the base by the band. For the numbers of modules, differences and bands are relative (L2);
 tensors are compared by their sketches (see `ModuleNumbersRecord`). For the numbers of each step, such as the loss, they
 are absolute, and d is the largest difference in this step or an earlier one, because noise grows along a training.
-Importing this does not import torch.
+Importing this module does not import torch.
 """
 
 import math

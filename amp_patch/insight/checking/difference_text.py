@@ -1,4 +1,4 @@
-"""The differences of two recordings or contracts, as lines of text. Importing this does not import torch."""
+"""The differences of two recordings or contracts, as lines of text. Importing this module does not import torch."""
 
 import math
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ SAME = 1.25
 def describe_files(before: Path, after: Path) -> list[str]:
     """Return lines on the differences of two files: contracts, recordings of ops, or comparisons.
 
-    A contract and a recording are compared by their ops. Raises RecordError for other files, and for two that have
-    nothing in common.
+    A contract and a recording are compared by their ops. Raises RecordError for other files, and for two files that
+    cannot be compared with each other.
     """
     old, new = _read(before), _read(after)
     if isinstance(old, Contract) and isinstance(new, Contract):
@@ -106,7 +106,7 @@ def _compare_comparisons(old: Summary, new: Summary) -> Iterator[str]:
         if after is None:
             yield f"{before.name}: only in BEFORE"
             continue
-        if before.loss is not None and after.loss is not None and not abs(after.loss - before.loss) <= noise:
+        if before.loss is not None and after.loss is not None and _is_beyond_noise(before.loss, after.loss, noise):
             yield f"{before.name}: final loss {before.loss:.5g} -> {after.loss:.5g} (noise {noise:.1g})"
         yield from _compare_failures(before.name, before.run.failed, after.run.failed)
         yield from _compare_layers(before.name, old, new)
@@ -119,7 +119,7 @@ def _compare_failures(name: str, old: str, new: str) -> Iterator[str]:
 
 
 def _compare_layers(name: str, old: Summary, new: Summary) -> Iterator[str]:
-    """Yield a line for each layer whose error against the reference differs."""
+    """Yield a line for each error of a layer, against the reference, that differs. Both comparisons must have it."""
     new_layers = {layer.module: layer for layer in new.layers(name)}
     for before in old.layers(name):
         after = new_layers.get(before.module)
@@ -133,9 +133,19 @@ def _compare_layers(name: str, old: Summary, new: Summary) -> Iterator[str]:
                 yield f"{name}, {before.module}: error of its {field} {error_before:.2g} -> {error_after:.2g}"
 
 
+def _is_beyond_noise(before: float, after: float, noise: float) -> bool:
+    """Return whether two losses differ by more than `noise`."""
+    return not _are_equal(before, after) and not abs(after - before) <= noise  # also true if a loss is inf or NaN
+
+
 def _differ(before: float, after: float) -> bool:
     """Return whether two errors differ by more than the factor `SAME`. inf and NaN are equal only to themselves."""
     if not math.isfinite(before) or not math.isfinite(after):
-        return before != after and not (math.isnan(before) and math.isnan(after))
+        return not _are_equal(before, after)
     smaller, larger = sorted((abs(before), abs(after)))
     return larger > SAME * smaller
+
+
+def _are_equal(before: float, after: float) -> bool:
+    """Return whether two numbers are equal, or both NaN."""
+    return before == after or (math.isnan(before) and math.isnan(after))

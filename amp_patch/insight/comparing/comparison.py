@@ -29,8 +29,8 @@ class Comparison(Summary):
         The reference has no verdict, and runs that have failed with the same error share one.
 
         Args:
-            width: the most characters in a line of the table. To fit, it leaves out columns that say nothing, then the
-                least important ones, and shortens names. None: no limit.
+            width: the most characters in a line of the table. To fit, the table leaves out columns that say nothing,
+                then the least important ones, and shortens names. None: no limit.
         """
         return format_comparison(self, width)
 

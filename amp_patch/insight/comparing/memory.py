@@ -19,10 +19,11 @@ class PeakMeter:
     """Measures the peak of the memory of a session.
 
     On an accelerator, the allocator of torch reports the peak of the process. On MPS it does not, so the peak is None.
-    On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, gradients and optimizer states, and
-    all results of ops. Memory that ops use internally is not counted there.
+    On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
+    states, and all results of ops. It does not count memory that ops use internally, or storages of sparse tensors and
+    of tensor subclasses.
 
-    Stop it in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
+    Stop the meter in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
 
     Attributes:
         peak: bytes; None before `stop`, and if unknown.
@@ -44,7 +45,7 @@ class PeakMeter:
             self._counting.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """Stop measuring, and set `peak`. Harmless twice."""
+        """Stop measuring, and set `peak`. A second call does nothing."""
         if self._session.device_type != "cpu":
             self.peak = self.peak or self._call_allocator("max_memory_allocated")
         elif self._counting is not None and leave_mode(self._counting):
@@ -52,7 +53,7 @@ class PeakMeter:
             self.peak, self._counting = self._counting.peak, None
 
     def _call_allocator(self, name: str) -> Any:
-        """Call a function of the module of the device, such as torch.cuda. Return None if it has no such function."""
+        """Call a function of the device's module, such as torch.cuda. Return None if the module does not have it."""
         function = getattr(torch.get_device_module(self._session.device_type), name, lambda: None)
         return function()
 

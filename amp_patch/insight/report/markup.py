@@ -1,11 +1,11 @@
-"""HTML elements as strings. Text that is not `Markup` is escaped."""
+"""Functions that make HTML and SVG elements as strings. Text that is not `Markup` is escaped."""
 
 import html
 from collections.abc import Iterable
 
 VOID = ("meta", "link", "input", "br")
 VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
-"""Elements without children, of HTML and of SVG."""
+"""Elements that have no end tag if they have no children: VOID of HTML, VOID_DRAWN of SVG."""
 
 
 class Markup(str):
@@ -17,8 +17,8 @@ class Markup(str):
 def element(name: str, /, *children: str, **attributes: object) -> Markup:
     """Return an element.
 
-    Attributes that are None or False are left out, and True stands for an attribute without a value. `class_` becomes
-    `class`, and `data_v` becomes `data-v`.
+    Attributes that are None or False are left out, and True stands for an attribute without a value. A float is written
+    with 6 digits. The name `class_` becomes `class`, and `data_v` becomes `data-v`.
     """
     start = name
     for key, value in attributes.items():
@@ -37,7 +37,7 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
 
 
 def join(children: Iterable[str]) -> Markup:
-    """Return children in a row."""
+    """Return the children as one text, one after another. Escapes those that are not `Markup`."""
     text = ""
     for child in children:
         if not isinstance(child, Markup):
