@@ -1,11 +1,13 @@
-"""The level and the lists of a command (or of `apex.install`), which override the script's own `amp.initialize`."""
+"""The level and the lists of a command, or of `apex.install`. The level replaces the level that the script passes to
+`amp.initialize`, and the lists are added to the script's.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
-# arguments of `initialize` that override properties of a level
+# arguments of `initialize` that are dropped if the level is replaced, because they override properties of that level
 _OF_LEVELS = frozenset(
     {
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
@@ -37,10 +39,10 @@ class Settings(NamedTuple):
     lists: tuple[str, ...] = ()
 
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the arguments that fit it, and the names of the arguments that do not fit.
+        """Return the level to use, the script's arguments to use, and the names of its arguments that are dropped.
 
-        `opt_level` and `given` are the script's level and its other arguments. Properties of a level do not fit another
-        level. An argument that is None counts as not given.
+        `opt_level` and `given` are the script's level and its other arguments. If another level is used, arguments that
+        override properties of the script's level are dropped. An argument that is None counts as not given.
         """
         level = self.opt_level or opt_level
         kept: dict[str, Any] = {}

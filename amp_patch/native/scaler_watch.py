@@ -1,4 +1,4 @@
-"""`ScalerWatch`: notices when a script uses its GradScaler wrongly, or trains inside one region of autocast.
+"""`ScalerWatch`: notices when a script uses its GradScaler wrongly, or takes several steps in one region of autocast.
 
 It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
 each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets the same text as a note,
@@ -55,7 +55,8 @@ class _Clipping:
 
 @dataclass(slots=True)
 class _ScalerUse:
-    """What a script has done with one GradScaler. Lines are such as `train.py:12`; optimizers are keys by their id.
+    """What a script has done with one GradScaler. A line is written as `train.py:12`. In a dict with an entry for each
+    optimizer, the key is the optimizer's id.
 
     Attributes:
         backwards: the number of backward passes of scaled losses.
@@ -64,9 +65,9 @@ class _ScalerUse:
         unscaled_at: the line of `unscale_` for each optimizer since the last `update`.
         stepped_at: the line of `scaler.step` for each optimizer since the last `update`.
         updated_at: the line of the last `update`.
-        is_scale_read: whether the script has read the scale since it last scaled a loss, perhaps to unscale gradients
-            itself.
-        unscaled: the optimizers unscaled since the last `update`.
+        is_scale_read: whether the script knows the present scale, and may unscale gradients itself: since it last
+            scaled a loss, it has read the scale, or has scaled a value without gradients.
+        unscaled: the gradients that `unscale_` has unscaled since the last `update`.
         clippings: the calls since the last `update` that clipped gradients.
     """
 
@@ -162,7 +163,7 @@ class ScalerWatch:
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.register_hook(lambda _: self._note_scaled_backward(use))
                 else:
-                    use.is_scale_read = True  # the script has scaled a number, and so knows the scale
+                    use.is_scale_read = True  # the result for a number shows the scale
             return result
 
         return scale
@@ -361,7 +362,7 @@ class ScalerWatch:
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether all backward passes since the last step of an optimizer were of scaled losses, and the script
-        has not unscaled their gradients.
+        has not unscaled their gradients. Return False if no scaled loss has gone backward since the last `update`.
         """
         if self._unscaled_backwards > self._unscaled_backwards_at_step.get(id(optimizer), 0):
             return False
@@ -453,7 +454,7 @@ class ScalerWatch:
         return ""
 
     def _tell(self, misuse: Misuse) -> None:
-        """Warn of a misuse, and report it to the watchers of `events`. Do so once for each kind."""
+        """Warn of a misuse on rank 0, and report it to the watchers of `events`. Do so once for each kind."""
         if misuse.kind in self._told:
             return
         self._told.add(misuse.kind)

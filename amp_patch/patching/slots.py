@@ -19,7 +19,7 @@ attributes_of: Callable[[type], Mapping[str, Any]] = vars(type)["__dict__"].__ge
 
 
 class Slot:
-    """A position that holds a function, or a container with functions.
+    """A position that holds a function, or a container with functions, such as the tuple `__defaults__`.
 
     Attributes:
         key: the name, key, index or member that identifies the position.

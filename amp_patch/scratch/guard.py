@@ -93,7 +93,7 @@ def _check_path(view: View, event: str, path: Any) -> None:
             if "mode=ro" in query or "mode=memory" in query or text in ("", ":memory:"):
                 return
     whole = os.path.normpath(os.path.join(getcwd(), text))
-    # either path may show that it is in a shared folder: a shared folder may be a link, or a link may lead into one
+    # a path is in a shared folder as it is written, if the folder is a link, or as resolved, if a link leads into it
     if not view.is_shared(whole) and not view.is_shared(_resolve_links(whole)) and not _is_special(whole):
         raise NotRedirectedError(
             f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write with"
@@ -104,7 +104,7 @@ def _check_path(view: View, event: str, path: Any) -> None:
 def _resolve_links(path: str) -> str:
     """Return an absolute path without links. os.path.realpath cannot be used: it would call replaced functions."""
     done, parts = "", path.split(os.sep)[:0:-1]  # the parts that are not resolved yet, the next one last
-    for _ in range(1000):  # ends at a loop of links
+    for _ in range(1000):  # not for ever, because links may form a loop
         if not parts:
             break
         part = parts.pop()

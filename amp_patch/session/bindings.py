@@ -117,7 +117,7 @@ class Bindings:
                 warn(f"{place}: {problem}. {self._describe_names(rule)}")
 
     def _may_still_match(self, rule: ModuleRule) -> bool:
-        """Return whether a rule may still match a module outside the models that the script calls, such as a criterion.
+        """Return whether a rule may still match a module that is in no model, such as a criterion.
 
         Only a rule for a class can. When the first step ends, the script has usually called all such modules.
         """
@@ -222,8 +222,8 @@ class Bindings:
         )
 
     def _watch(self, binding: object, target: Any, method: Callable[..., None], *args: Any) -> None:
-        """When `target`, the model or optimizer of a binding, is freed, call `method(*args)`. `method` is one of this
-        object.
+        """Call `method(*args)` when `target`, the model or optimizer of a binding, is freed. `method` is a method of
+        this object, and does not keep it alive.
         """
         finalizer = weakref.finalize(target, _call_if_alive, weakref.WeakMethod(method), *args)
         # the end of the process releases everything anyway
@@ -287,7 +287,7 @@ class Bindings:
             raise
 
     def flush(self) -> None:
-        """Prepare for `release`: unscale all gradients, and copy edits of parameters to their masters."""
+        """Prepare for `release`: unscale all gradients, and copy the script's edits of parameters to their masters."""
         self.gradients.close()
         self.masters.return_gradients()
         self.masters.copy_from_parameters(warns=True)
@@ -374,8 +374,8 @@ class Bindings:
 def _find_low_weights(binding: OptimizerBinding) -> list[Tensor]:
     """Return the trained 16-bit weights of an optimizer that have no master. Quantized weights do not count.
 
-    The result is empty unless the optimizer's class is torch's own, whose `step` rounds each update to the dtype of the
-    weight. Other optimizers may keep masters of their own, or round stochastically.
+    The result is empty unless the optimizer's `step` is a method of torch.optim, which rounds each update to the dtype
+    of the weight. Other optimizers may keep masters of their own, or round stochastically.
     """
     step = getattr(type(binding.optimizer), "step", None)
     if not getattr(step, "__module__", "").startswith("torch.optim."):

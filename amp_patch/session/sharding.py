@@ -98,7 +98,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
             process group or a mesh: its groups, followed by the groups of the shards unless it contains their ranks.
 
     Raises:
-        ArgumentTypeError: `given` is something else, or torch.distributed is not initialized.
+        ArgumentTypeError: `given` is something else, or it is a group or mesh and torch.distributed is not initialized.
         ModelError: no mesh or group of shards contains the ranks of all others.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
@@ -122,7 +122,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     if not shard_groups:
         return groups
     largest = max(shard_groups, key=len)
-    # otherwise a rank in two meshes would have to skip the steps of both
+    # no group has all ranks of two such meshes, so the ranks could not decide together
     if not all(ranks <= largest for ranks in shard_groups):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"

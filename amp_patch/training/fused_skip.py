@@ -51,7 +51,7 @@ class StepHook:
 
 
 class CopyMastersHook(StepHook):
-    """A hook on the steps of one optimizer, before all others, that copies its masters to their parameters.
+    """A hook after each step of one optimizer, before other such hooks, that copies its masters to their parameters.
 
     As a StepHook, it does not keep the optimizer from skipping on the device.
     """
@@ -67,8 +67,8 @@ class CopyMastersHook(StepHook):
 
 
 def evaluates_closure_first(step: Callable[..., Any]) -> bool:
-    """Return whether a bound `step` calls its closure once and first. True for every optimizer of torch.optim except
-    LBFGS, and for every optimizer of amp_patch.apex.
+    """Return whether a bound `step` is known to call its closure once and first. True for every optimizer of
+    torch.optim except LBFGS, and for every optimizer of amp_patch.apex.
     """
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
@@ -90,7 +90,7 @@ def steps_separately(step: Callable[..., Any]) -> bool:
 
 
 def has_foreign_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks of the script run before or after the steps of an optimizer."""
+    """Return whether hooks other than `StepHook`s run before or after the steps of an optimizer."""
     if GLOBAL_PRE_HOOKS:
         return True
     hooks = [*get_step_hooks(optimizer), *GLOBAL_POST_HOOKS.values()]

@@ -41,7 +41,8 @@ class LocalGradients:
     def on_forward(self, module: DistributedDataParallel) -> None:
         """Record, as a forward pass begins, whether the module will reduce its gradients.
 
-        Raises ModelError for a module that was made before its model was cast, because it would reduce nothing.
+        Raises ModelError for a module that was made before its model was cast, because it would not reduce the
+        gradients of cast parameters.
         """
         if not torch.is_grad_enabled():
             return

@@ -32,8 +32,8 @@ class RuleRegions:
         switch: opens the regions.
         low: the dtype of `run: low`.
         find_root: returns the model that a called module belongs to, for a session that was given no models
-            (`amp_patch.native`). Rules use the names of modules in that model. None: rules choose by name only in the
-            models that `add` was called with. In modules that the script calls directly, they choose by type.
+            (`amp_patch.native`). Rules use the names of modules in that model. None: in the models that `add` was
+            called with, rules choose by name and by type; in other modules that the script calls, only by type.
 
     Attributes:
         used: the rules that have chosen some module.
@@ -47,7 +47,7 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
-        self._used_in_models: set[ModuleRule] = set()  # rules that have chosen some module of an added model
+        self._used_in_models: set[ModuleRule] = set()  # rules that have chosen some module of a model with names
         self._is_stale = False  # whether the modules of some model may have changed since its rules were decided
         self._warned_of: set[ModuleRule] = set()  # rules that cover scripted modules
         self._rules = rules
@@ -80,7 +80,7 @@ class RuleRegions:
             return model
 
     def remove(self, model: nn.Module) -> None:
-        """Remove the hooks that `add` has set for a model."""
+        """Remove the hooks that `add` has registered in a model."""
         for added in self._models:
             if added.root() is model:
                 for module in list(added.hooked):
@@ -109,10 +109,10 @@ class RuleRegions:
     def watch(self, undo: UndoStack) -> None:
         """Notice modules that the script adds to the models, until `undo` is closed.
 
-        A hook on the calls of all modules slows each call, and torch.compile warns about it. So that hook exists only
+        A hook on the calls of all modules slows each call, and torch.compile warns about it. So it is registered only
         in two cases: from the moment at which a model gets another module until the next call, and while some rule by
-        type has chosen no module of the models. In the second case, the script may call such a module directly, for
-        example a criterion.
+        type has chosen no module of the models. In the second case, the rule may be for a module that is in no model,
+        for example a criterion.
         """
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
@@ -174,10 +174,11 @@ class RuleRegions:
         return hooks.catch_up(module, args, frame)
 
     def _belongs_elsewhere(self, module: nn.Module, model: "_Model") -> bool:
-        """Return whether a module that the script called directly is now called by a model that holds it.
+        """Return whether a module that counts as one of `model` is now called as a module of another model.
 
-        `find_root` searches all calls that are under way, which is slow. So once every rule by name has chosen a
-        module, this returns False without a search.
+        For example, the script called it directly before, and now calls a model that holds it. `find_root` searches all
+        calls that are under way, which is slow. So once every rule by name has chosen a module, this returns False
+        without a search.
         """
         if self._find_root is None or not any(rule.pattern and rule not in self.used for rule in self._rules):
             return False
@@ -218,8 +219,8 @@ class RuleRegions:
         self._known.add(module)
 
     def update_model(self, root: nn.Module) -> None:
-        """Decide the rules again if the modules of a model have changed. Called at each call of the model."""
-        if self._find_root is not None:  # `begin_call` is called at each call, and does this
+        """Decide the rules again if the modules of a model have changed."""
+        if self._find_root is not None:  # `begin_call` does this at each call of a model
             return
         for model in self._models:
             if model.root() is root:
@@ -300,7 +301,7 @@ class RuleRegions:
             del self._hooks[module]
 
     def _remove_copied_hooks(self, module: nn.Module) -> None:
-        """Remove hooks that a module has copied from another one. Under its own name, other rules may apply to it."""
+        """Remove the hooks that a copied module has from its original, because other rules may apply to the copy."""
         for hook in list(get_forward_pre_hooks(module).values()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, RegionHooks) and owner is not self._hooks.get(module):
@@ -318,17 +319,19 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. In the first call of a module, its hooks may be newer than the call."""
+    """The modules that one thread has called. At the first call of a module, hooks may be added that torch does not run
+    in this call.
+    """
 
     def __init__(self) -> None:
         self.known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Model:
-    """A module, with the rules for the modules that it holds.
+    """A model or another module that the script calls, with the rules for the modules in it.
 
     Attributes:
-        root: a weak reference to the module.
+        root: a weak reference to this module.
         rules: the rules that may choose modules in it.
         by_name: whether rules may choose by the names that modules have in it.
         decided: the rule of each covered module.
@@ -370,7 +373,10 @@ def _children_in(root: nn.Module) -> list[object]:
 
 
 def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
-    """Return the rule of each covered module, and the rules that choose some module of this model."""
+    """Return the rule of each covered module, and the rules that choose some module of this model.
+
+    A rule also covers the modules inside a module that it chooses. Of several rules for a module, the last one decides.
+    """
     decided: dict[nn.Module, int] = {}
     used: set[ModuleRule] = set()
     waiting = [(model, "", -1)] if rules else []

@@ -77,7 +77,7 @@ def drop_gradients(holders: Iterable[Tensor]) -> None:
 
 
 def either(left: Tensor | None, right: Tensor) -> Tensor:
-    """Return the larger of two flags, on the device of the first, or the second if the first is None."""
+    """Return the larger of two flags, on the device of `left`. Return `right` if `left` is None."""
     return right if left is None else torch.maximum(left, right.to(left.device))
 
 
@@ -152,7 +152,8 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set them to None. Without a scale, a closed master without a gradient may keep it in 16 bits.
+    masters, and set the parameters' gradients to None. Without a scale, a split master that is not in float32 now
+    (`ClosedMaster`) may take over the 16-bit gradient, if it has none.
 
     Args:
         pairs: each parameter with its master.
@@ -197,7 +198,7 @@ def _is_alone(gradient: Tensor) -> bool:
     memory that it has handed out.
     """
     lone = torch.empty((), device="cpu")
-    own_uses = get_storage_uses(get_storage_address(lone))  # torch itself may count, too
+    own_uses = get_storage_uses(get_storage_address(lone))  # of a tensor whose memory nobody else holds
     return get_storage_uses(get_storage_address(gradient)) <= own_uses
 
 
@@ -237,7 +238,9 @@ def _add(master: Tensor, gradient: Tensor) -> None:
 
 
 def _to_float32(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
-    """Return float32 copies of gradients, in one kernel for each (device, dtype), in the layout of the masters."""
+    """Return gradients in float32. Dense gradients are copied into the layout of their masters, with one kernel for
+    each (device, dtype). A sparse gradient that is float32 is returned itself.
+    """
     converted: list[Tensor] = []
     copies: list[Tensor] = []
     sources: list[Tensor] = []
