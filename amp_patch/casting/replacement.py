@@ -50,8 +50,8 @@ def replace(
     Args:
         switch: says whether ops cast in the calling thread, and in which mode.
         public: finds and calls overrides.
-        skip_dtype: in mode BY_LISTS, call `original` without `prepare` if all tensors of a call have this dtype and
-            none is in a list. None: if they all have the same dtype, whichever it is. NEVER_SKIP: never.
+        skip_dtype: in mode BY_LISTS, call `original` without `prepare` if all tensors of a call have this dtype, and no
+            list or tuple may hold tensors. None: if they all have the same dtype, whichever it is. NEVER_SKIP: never.
     """
     has_overrides, off, by_lists = public.has_overrides, Mode.OFF, Mode.BY_LISTS
     may_skip = skip_dtype is not NEVER_SKIP
@@ -213,7 +213,7 @@ _TAKE_LISTS = frozenset(
 
 
 def _have_overrides_in_lists(values: Sequence[Any]) -> bool:
-    """Return whether one of the values has an override, or an item of a list or tuple among them."""
+    """Return whether a value has an override, or an item of a value that is a list or tuple."""
     for value in values:
         if (value.__class__ is list or value.__class__ is tuple) and has_torch_function(value):
             return True

@@ -122,7 +122,7 @@ def _advise_list(case: _Case) -> Iterator[str]:
     yield from _advise_scale_of_list(case)
 
 
-_ENTRY_WIDTH = WIDTH - 11  # entries stand behind a label and a margin
+_ENTRY_WIDTH = WIDTH - 11  # a report prints entries behind a label and a margin of 11 characters together
 
 
 def _format_choice(remedy: Remedy) -> list[str]:

@@ -75,8 +75,9 @@ class Repair:
         # For each gradient that does not fit: the 16-bit op of the forward pass that would repair it in float32, and
         # the largest loss scale under which it fits without that.
         self._repairable: list[tuple[Written, float]] = []
-        self._scale_of_others = math.inf  # the largest scale under which the gradients fit that no such op repairs
-        self._scale: float | None = None  # the smallest scale that `_lower_scale` has returned, of those not below 1
+        # The largest loss scale under which all gradients fit for which there is no such op.
+        self._scale_of_others = math.inf
+        self._scale: float | None = None  # the smallest scale of 1 or more that `_lower_scale` has returned
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
         self._scale_of_zeros: float | None = None  # the smallest scale under which few enough gradients are zero
         self.made: list[Written] = []
@@ -97,11 +98,11 @@ class Repair:
     def loses(self, tensor: Tensor) -> bool:
         """Return whether a tensor has a twin that is not finite either."""
         twin = self._twins.find(tensor)
-        # Values that rounding made zero have no twins, so with them a twin that is not finite proves nothing.
+        # Values that rounding has made zero have no twins. So if there are any, an infinite twin proves nothing.
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Begin at a fault.
+        """Begin at a fault: give the result that does not fit a twin, and note what has to be float32.
 
         Args:
             output: the result that does not fit.
@@ -132,7 +133,7 @@ class Repair:
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
             self._follow_backward(op, call, given, pairs, made, forward)
-        elif call is not None and call.phase != "recompute":  # the forward pass has covered a recomputation
+        elif call is not None and call.phase != "recompute":  # a recomputation repeats ops that were noted before
             self._follow_forward(op, call, given, pairs, made)
         for tensor, result in pairs:
             self._twins.put(tensor, result)

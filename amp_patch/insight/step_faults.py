@@ -13,8 +13,8 @@ from .repair import Needs
 from .short_dtypes import LARGEST
 from .written import Culprit
 
-_NEAR = 8.0  # a value larger than the largest number of its dtype, divided by this, nearly does not fit
-_FEW = 16  # a loss that is a sum of fewer terms is not why gradients are large
+_NEAR = 8.0  # a value above the largest number of its dtype, divided by this, counts as nearly too large
+_FEW = 16  # a loss that is a sum of fewer terms is not blamed for large gradients
 _LITTLE = 256.0  # a loss scale up to this leaves little room for small gradients
 
 
@@ -33,10 +33,10 @@ class SeenInStep:
         is_lost: whether one of these gradients would not be finite in float32 either.
         skips: for each optimizer with such gradients, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
-        reaching_loss: numbers of the faults on which a loss depends.
-        reaching_gradients: numbers of the faults on which gradients depend that an optimizer has used.
-        reaching_unused: numbers of the faults on which gradients depend that no optimizer has used yet, such as the
-            discriminator's in the backward pass of the generator.
+        reaching_loss: the faults on which a loss depends, as their positions among the faults of the step.
+        reaching_gradients: the positions of the faults on which gradients depend that an optimizer has used.
+        reaching_unused: the positions of the faults on which gradients depend that no optimizer has used yet, such as
+            the discriminator's in the backward pass of the generator.
     """
 
     is_loss_seen: bool = False
@@ -119,12 +119,12 @@ class StepFaults:
 
     def _find_shared_fix(self) -> Fix:
         """Return the fix for all faults of the step."""
-        # A list is for all steps, so it also covers layers whose values nearly do not fit in this one.
+        # A list is for all steps, so it also covers layers whose values are nearly too large in this one.
         culprits = list(self._needs.culprits)
         for culprit in self._needs.culprits:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
-        # A value of the backward pass that float32 does not hold may be masked later, unless a gradient is lost.
+        # If no gradient is lost, a later op has masked the values of the backward pass that float32 cannot hold.
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),
@@ -138,7 +138,7 @@ class StepFaults:
         return find_scope(culprits, self._session.models(), has_lists=self._session.oplists is not None)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
-        """Return the modules in which the line of a culprit gives values that nearly do not fit.
+        """Return the modules in which the line of a culprit gives values that are too large, or nearly so.
 
         If the rounding of the culprit is to blame, these are all modules in which this line ran.
         """
@@ -174,7 +174,7 @@ class StepFaults:
     def _find_reach(self, number: int, fault: FaultRecord) -> Reach | None:
         """Return how far a fault has spread; None if only into gradients that no optimizer has used yet.
 
-        If no fault was followed up to a loss or gradient that is not finite, each of them may be the reason.
+        If no fault was followed up to a loss or gradient that is not finite, each fault may be the reason.
         """
         if fault.phase is Phase.STEP:
             return Reach.WEIGHTS
@@ -190,7 +190,7 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that no op of torch wrote may be finite under a smaller scale, as long as there is one.
+        A gradient that no op of torch wrote may be finite under a smaller scale, if the scale can fall further.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]

@@ -33,13 +33,13 @@ _REPEATED = 20  # end the run after this number of faults of one op without a lo
 
 @dataclass
 class _Growth:
-    """How a loss, or the largest weight, has grown in a run."""
+    """How a loss, or the largest weight, has grown in a run: from `base` (inf if unknown) to `last`."""
 
     base: float = math.inf
     last: float = 0.0
 
     def is_beyond(self, factor: float) -> bool:
-        """Return whether it has grown by more than a factor."""
+        """Return whether `last` is more than `factor` times `base`. A base below 1e-3 counts as 1e-3."""
         return self.last > factor * max(self.base, 1e-3)
 
 
@@ -74,14 +74,14 @@ class Tracer(Recorder):
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._get_scale, self._see_fault)
         self._faults: list[FaultRecord] = []
-        self._searches: list[FaultRecord] = []  # of steps that were skipped while a dynamic scale came down
-        self._unused: list[FaultRecord] = []  # in gradients that an optimizer may use in its next step
-        self._has_stepped = False  # the step that is reported as begun is over
+        self._searches: list[FaultRecord] = []  # faults of steps that were skipped while a dynamic scale came down
+        self._unused: list[FaultRecord] = []  # faults in gradients that an optimizer may use in its next step
+        self._has_stepped = False  # whether `step_begun` is called for a step that has run already
         self._stepping: int | None = None  # id of the optimizer whose step has begun
-        self._loss = _Growth()  # since it was smallest
-        self._largest_weight = _Growth()  # since the first step
+        self._loss = _Growth()  # from the smallest loss to the last one
+        self._largest_weight = _Growth()  # from the first step to the last one
         self._are_weights_finite = False
-        self._scale: float | None = None  # of the last `scale_loss` block
+        self._scale: float | None = None  # the loss scale of the last `scale_loss` block
         self._seen = SeenInStep()
         self._quiet: QuietWatch = QuietWatch(lambda: self._watched, self._find_module)
 
@@ -115,7 +115,7 @@ class Tracer(Recorder):
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Look at a loss."""
+        """Note whether a loss is finite, how it has grown, and which faults have reached it."""
         super().loss_scaled(loss, scaled_loss)
         if not self.is_recording:
             return
@@ -138,11 +138,11 @@ class Tracer(Recorder):
         self._seen.summed = max(self._seen.summed, self._finder.storages.find_summed(loss))
 
     def values_scaled(self) -> None:
-        """Gradients in this step may carry the loss scale from now on."""
+        """Note that gradients of this step may carry the loss scale from now on."""
         self._seen.is_scaled = True
 
     def _see_fault(self) -> None:
-        """Mark a fault in a gradient that the forward pass takes under torch.autocast.
+        """Mark a fault in a gradient from before the loss, as of torch.autograd.grad in a forward pass under autocast.
 
         End the run if the first op with a fault gives a fault again and again before any loss is scaled. The script
         skips losses that are not finite, so it might run on for ever without a step.
@@ -225,7 +225,7 @@ class Tracer(Recorder):
         self._finish_faults(None)
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
-        """Complete the faults of a repeated step. `optimizer` takes no step; it is None if no step of one had begun."""
+        """Complete the faults of a repeated step. `optimizer` takes no step. None: no optimizer had begun its step."""
         if optimizer is None:
             self.stop()  # completes them as at the end of a script
             return
@@ -273,8 +273,8 @@ class Tracer(Recorder):
             yield from model.parameters()
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
-        """Enter a fault if a step has made weights that do not fit from weights and gradients that do."""
-        # Bad weights before the step, or a fault or gradient that is known, explain the weights without the step.
+        """Enter a fault if weights do not fit after a step, although weights and gradients fitted before it."""
+        # If anything before the step did not fit, it is the reason, and not the step.
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
@@ -282,7 +282,7 @@ class Tracer(Recorder):
             self._finder.faults.append(self._make_of_step(optimizer))
 
     def _make_of_step(self, optimizer: Optimizer) -> FaultRecord:
-        """Return the record of weights that a step of an optimizer has made not fit."""
+        """Return the fault of a step of an optimizer after which a weight does not fit."""
         bad = next(weight for weight in self._weights_of(optimizer) if not bool(weight.detach().isfinite().all()))
         (name,) = self._watched.names_of([bad])
         master = self._watched.find_master(bad)
@@ -306,7 +306,7 @@ class Tracer(Recorder):
         """Complete the faults of a step, and begin the next."""
         faults, self._finder.faults = self._finder.faults, []
         if not faults and self._seen.gradients:
-            # A gradient that no optimizer used in an earlier step may have the fault of that step.
+            # The gradients may be from an earlier step, in which no optimizer used them, and have the faults of that.
             faults = self._unused or [self._make_unseen()]
         finished = self._step_faults().finish(faults, is_skipped=is_skipped)
         self._faults += finished.faults
@@ -340,7 +340,7 @@ class Tracer(Recorder):
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
 
     def stop(self) -> None:
-        """Stop looking. Its loss and gradients, if there are any, complete the faults of a step that did not end.
+        """Stop looking. Complete the faults of a step that has not ended, with its loss and gradients so far, if any.
 
         A script may change its weights by hand, or end between two steps.
         """
@@ -374,7 +374,7 @@ class Tracer(Recorder):
     def _get_scale(self) -> float:
         """Return the scale of the last block; before a block, or with a GradScaler, the scale of the session.
 
-        A gradient that the forward pass takes of a value without a scale has none: 1.
+        It is 1 in a backward pass before any loss is scaled, as of torch.autograd.grad in a forward pass.
         """
         if not self._seen.is_scaled and get_current_node() is not None:
             return 1.0

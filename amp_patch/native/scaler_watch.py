@@ -90,7 +90,7 @@ class _ScalerUse:
         """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
         unscaled, stepped = self.unscaled_at.get(id(optimizer)), self.stepped_at.get(id(optimizer))
         added = self.unscaled.find_added(optimizer) or None
-        if unscaled == stepped:  # the step has unscaled the gradients itself
+        if unscaled == stepped:  # both in one line: the step has unscaled the gradients itself
             unscaled = None
         calls = ("unscale_", unscaled), ("step", stepped), ("backward", added)
         return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
@@ -110,7 +110,8 @@ class ScalerWatch:
         # The numbers of backward passes so far, of losses that a scaler has scaled, and of others.
         self._scaled_backwards = self._unscaled_backwards = 0
         self._unscaled_backward_at = ""  # the line of the last backward pass of an unscaled loss
-        self._unscaled_backwards_at_step: dict[int, int] = {}  # for each optimizer, by id: the number at its last step
+        # For each optimizer, by id: `_unscaled_backwards` at its last step.
+        self._unscaled_backwards_at_step: dict[int, int] = {}
         self._running_scaler_steps = 0  # calls of `scaler.step` that are under way
         self._has_optimizer_stepped = False  # whether the last `scaler.step` has called the optimizer's own step
         # Optimizers that took a step without a scaler after the backward pass of a scaled loss, each with one of its
@@ -119,8 +120,8 @@ class ScalerWatch:
         self._suspected_at = ""  # the line of the first step of a suspect
         # The suspects to whose gradients a later scaled loss has added: their next step without a scaler is reported.
         self._have_scaled_gradients: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._regions = 0  # outermost regions so far
-        self._region_at = ""  # the line of the last of them
+        self._regions = 0  # the number of outermost regions so far
+        self._region_at = ""  # the line of the last outermost region
         self._region_of_step: dict[int, int] = {}  # for each optimizer, by id: `_regions` at its last step in a region
         self._reads = GradientReads()
         self._region_watch = RegionWatch(self._tell)
@@ -283,7 +284,7 @@ class ScalerWatch:
                 self._running_scaler_steps -= 1
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
-                if use.backwards > backwards_before:  # torch refuses closure=..., and takes one without its name
+                if use.backwards > backwards_before:  # in a closure: torch refuses it by name, but not by position
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()

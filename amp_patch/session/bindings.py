@@ -106,7 +106,7 @@ class Bindings:
         )
 
     def warn_of_unused_rules(self) -> None:
-        """Warn of each module rule that matches no module, unless it may still match one that the script calls."""
+        """Warn of each module rule that matches no module, unless it may still match a module that the script calls."""
         used = {rule for binding in self._models for rule in binding.used_rules}
         if self.regions is not None:
             used |= self.regions.used

@@ -47,7 +47,7 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
-        self._used_in_models: set[ModuleRule] = set()  # rules that have chosen some module of a model with names
+        self._used_in_models: set[ModuleRule] = set()  # as `used`, but only by modules of models with `by_name`
         self._is_stale = False  # whether the modules of some model may have changed since its rules were decided
         self._warned_of: set[ModuleRule] = set()  # rules that cover scripted modules
         self._rules = rules
@@ -55,7 +55,7 @@ class RuleRegions:
         self._low = low
         self._find_root = find_root
         self._models: list[_Model] = []
-        # the model of each module that is the root of one, or that the script has called
+        # for the root of each model, and for modules that the script has called: their model
         self._model_of: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of some model
         self._thread_calls = _ThreadCalls()
