@@ -9,7 +9,7 @@ from ..errors import OpListError
 from .lists_printing import LIST, as_data, print_json, print_lines
 
 SUMMARY = (
-    "print every fault of lists as file:line:column: text; exit code 0 if there is none, 1 if there is one, 2 if a list"
+    "print every fault of lists as file:line:column: text; exit code 0 without faults, 1 with faults, 2 if a list"
     " cannot be read"
 )
 

@@ -83,7 +83,8 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
 
 def steps_separately(step: Callable[..., Any]) -> bool:
     """Return whether a bound `step` updates each parameter by its own gradient and state alone, so that steps on parts
-    of the parameters are the whole step. True for most optimizers of torch.optim, and for subclasses with their `step`.
+    of the parameters are the whole step. True for most optimizers of torch.optim, and for subclasses that inherit
+    their `step`.
     """
     function = _get_function(step)
     return function is not None and inspect.unwrap(function) in _SEPARATE_STEPS and evaluates_closure_first(step)
