@@ -149,9 +149,9 @@ class NoLoss:
 def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
     """Return ` Did you mean 'x'?` with the allowed words that `word` may mean, to append to an error.
 
-    Returns an empty string if no allowed word is similar, if `word` itself is allowed, or if it is not text. Case,
-    hyphens and underscores do not matter. If the module `synonyms` knows an allowed word for `word`, that is suggested,
-    and not a word with a similar spelling.
+    Returns an empty string if no allowed word is similar, if `word` itself would be suggested, or if `word` is not
+    text. Case, spaces, hyphens and underscores do not matter. If the module `synonyms` knows an allowed word for
+    `word`, that is suggested, and not a word with a similar spelling.
 
     Args:
         prefix: put before each suggested word.

@@ -71,7 +71,7 @@ def replace_registered(removed: Sequence[Registration], added: Sequence[Registra
 
 
 def is_disabled() -> bool:
-    """Return whether the last `initialize` had `enabled=False`, so that amp's functions do nothing."""
+    """Return whether amp's functions do nothing, because the last `initialize` had `enabled=False`."""
     return current.state.is_disabled
 
 

@@ -43,7 +43,7 @@ class Autocast:
         return self.low is None or torch.get_autocast_dtype(self.device_type) is self.low
 
     def is_torch_rule(self, entry: op_lists.OpEntry) -> bool:
-        """Return whether an entry is one of torch's own rules, so that torch casts the op by itself."""
+        """Return whether a list entry is one of torch's own rules, so that torch itself casts the op's arguments."""
         return entry in self._torch_entries
 
     def pause(self) -> bool:
@@ -84,8 +84,8 @@ class Autocast:
 
 
 class ModuleRulesSwitch:
-    """The switch for patched ops that torch casts by its own rules. They cast only in `Region`s of the session, such as
-    the region of a module rule. Outside of these, torch casts them.
+    """The switch for patched ops whose rule is torch's own. The patches cast only in `Region`s of the session, such as
+    the region of a module rule. Elsewhere, torch casts the arguments of these ops.
     """
 
     regions = 1  # not 0, so that ops call `mode_here` each time

@@ -1,4 +1,9 @@
-"""Functions that cast a single tensor, the arguments of an op, and the inputs and outputs of a model."""
+"""Functions that cast a single tensor, the arguments of an op, and the inputs and outputs of a model.
+
+A dtype is *castable* if it is float16, bfloat16 or float32. A tensor is *opaque* if its class stores values of such a
+dtype in a form of its own, as quantized weights do (`dtypes.is_opaque`). Opaque tensors are not cast, unless a function
+says so.
+"""
 
 import copy
 import dataclasses
@@ -41,7 +46,8 @@ def is_compressed(tensor: Tensor) -> bool:
 def make_plain_cast(
     dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
 ) -> TensorCast:
-    """Return a function that casts castable tensors on one type of device to `dtype`, and returns others as they are.
+    """Return a function that casts tensors of castable dtypes on one type of device to `dtype`, and returns any other
+    tensor as it is.
 
     A tensor that has that dtype already is returned without a call of torch, because a tracer would record the call.
 

@@ -17,8 +17,8 @@ from .tensors import storage_of
 def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
     """Return the text of each tensor in the user's innermost line; "" if that is not known.
 
-    `weights` says for each tensor whether it is a weight. If the text of exactly one other tensor is not known, and the
-    value of exactly one argument, the text of this argument is returned for this tensor.
+    `weights` says for each tensor whether it is a weight. If one floating tensor that is no weight is left without a
+    text, and one argument in the line could not be read, this argument is taken for the text of this tensor.
     """
     level = levels.innermost
     expression = None if level is None else find_expression(level.frame, level.index)

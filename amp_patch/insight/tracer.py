@@ -1,4 +1,6 @@
-"""`Tracer`: looks for the first value in a run that does not fit into its dtype. `trace` runs a function under one."""
+"""`Tracer`: looks for the first *fault* of a run: a value that does not fit into its dtype, such as inf. `trace` runs a
+function under a tracer.
+"""
 
 import contextlib
 import math
@@ -374,7 +376,7 @@ class Tracer(Recorder):
     def _get_scale(self) -> float:
         """Return the scale of the last block; before a block, or with a GradScaler, the scale of the session.
 
-        It is 1 in a backward pass before any loss is scaled, as of torch.autograd.grad in a forward pass.
+        Return 1 in a backward pass before a loss of the step is scaled, as of torch.autograd.grad in a forward pass.
         """
         if not self._seen.is_scaled and get_current_node() is not None:
             return 1.0

@@ -1,4 +1,6 @@
-"""`install` and the other functions that start and remove a `Takeover`. A process has at most one at a time."""
+"""`install` and the other functions that start and remove a `Takeover`: the object that applies op lists to a script
+which uses torch.autocast, or no mixed precision at all. A process has at most one at a time.
+"""
 
 import os
 from collections.abc import Callable, Sequence

@@ -31,9 +31,10 @@ class Slot:
         self.key = key
 
     def owner(self) -> Any:
-        """Return the module, class or layer that has the slot as an attribute.
+        """Return the module, class or layer (`nn.Module`) that has the slot as an attribute.
 
-        None for every other slot (entries, default arguments, partials), and if the owner was freed.
+        None for every other slot (entries of other containers, default arguments, partials), and if the owner was
+        freed.
         """
         return None
 

@@ -1,8 +1,9 @@
-"""`guard`: an audit hook that refuses changes to files of the user, in case a write was not redirected.
+"""`guard`: an audit hook that refuses changes to files of the user.
 
-Python's own functions report to audit hooks the paths that they open or change; compiled code of packages does not.
-Files in the folder of the run and in shared folders may change. If another file is about to change, a write was not
-redirected, so the hook raises an error first.
+A repeated run of a script writes to a folder of its own: the module `redirect` redirects its writes there. Only files
+in this folder and in shared folders, such as caches, may change. If another file is about to change, a write was not
+redirected, so the hook raises an error first. Python's own functions report to audit hooks the paths that they open or
+change; compiled code of packages does not.
 """
 
 import os
@@ -43,7 +44,7 @@ class NotRedirectedError(AmpError, PermissionError):
 
 
 class _InForce:
-    """The state of the audit hook. Python cannot remove a hook, so it is added once, and idle without a view."""
+    """The state of the audit hook. Python cannot remove a hook: it is added once, and is idle while `view` is None."""
 
     view: View | None = None
     has_hook = False

@@ -28,7 +28,8 @@ class RuleRegions:
     """The module rules of one session, and the regions that they open.
 
     Args:
-        rules: the module rules. If several choose a module, the last one wins.
+        rules: the module rules. A rule chooses modules by name (`match` in a list) or by type (a class), and covers
+            also the modules inside them. If several rules cover a module, the last one wins.
         switch: opens the regions.
         low: the dtype of `run: low`.
         find_root: returns the model that a called module belongs to, for a session that was given no models
@@ -88,7 +89,7 @@ class RuleRegions:
         self._models = [added for added in self._models if added.root() is not model]
 
     def remove_all(self) -> None:
-        """Remove every hook. A second call does nothing."""
+        """Remove the hooks of all modules, and forget the models. A second call does nothing."""
         for module in list(self._hooks):
             self._unhook(module)
         self._models.clear()

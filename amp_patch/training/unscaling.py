@@ -128,7 +128,7 @@ def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 def dense_values(gradient: Tensor) -> Tensor:
     """Return the values that a gradient stores, as a real tensor in the same memory.
 
-    A sparse gradient (COO) stores no zeros, and a DTensor only the part on this rank.
+    Of a sparse gradient (COO), these are the entries that it stores; of a DTensor, the part on this rank.
 
     If the gradient is a lazy conjugate or negative, the values in memory have other signs than the gradient. Signs
     matter neither for dividing by a scale nor for the check.
