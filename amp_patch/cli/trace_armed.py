@@ -20,7 +20,10 @@ called no model.
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Run the script armed, and return 0, `TROUBLE` or `FAILED`. The script's own process prints what went wrong."""
+    """Run the script armed, and return 0, `TROUBLE` or `FAILED`. The script's own processes report steps that go wrong.
+
+    This command prints wrong uses of GradScaler and autocast, and how the run ended.
+    """
     from ..insight import format_misuses
     from ..insight.runs import Run
 

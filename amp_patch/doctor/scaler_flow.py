@@ -266,8 +266,8 @@ class ScalerFlow:
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
         """Return the last scaled backward pass before a call `event`, if its gradients are those of a later `step`.
 
-        Returns None if that is not sure: if the event may not run before the step, or if a backward pass may run
-        between the two.
+        Returns None if that is not sure: if the step may run without the event before it, if a backward pass may run
+        between the two, or if no scaled backward pass comes before the event.
         """
         if not self.are_in_order(event, step) or not self.surely_runs(event, step):
             return None
