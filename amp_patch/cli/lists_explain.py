@@ -112,7 +112,7 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
         )
     elif config.op_lists.is_without_cpu_kernel(name):
         yield (
-            "\nWhere products are computed in float32 (see the level's property `compute`), so is this op, and its"
+            "\nWhere products are computed in float32 (see the level's property `compute`), this op is, too, and its"
             f" result is rounded: CPUs may have no {low} kernel of it."
         )
 

@@ -70,8 +70,8 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
     """Yield the calls that seem to clip gradients to a limit that is not scaled. A call may occur twice.
 
-    Such a call is one of torch's `clip_grad_norm_` and its like, of a function of the script that calls these, of a
-    function with a name such as `dispatch_clip_grad`, or of a method such as `clamp_` on a gradient.
+    It may be a call of torch's `clip_grad_norm_` or its like, of a function of the script that calls one of these, of a
+    function with a name such as `dispatch_clip_grad`, or of a method such as `clamp_` of a gradient.
     """
     clippers = script.calls_of(*CLIPPERS)
     clipping_functions = {script.frame(call) for call in clippers}

@@ -35,7 +35,7 @@ _OPERATORS = {
     "multiply": "mul",
     "subtract": "sub",
 }
-"""Names of ops, each with another name of the op, by which `strip_spelling` replaces it."""
+"""Second names of ops, each with the name that `strip_spelling` returns for it."""
 
 _KERNELS = {
     "_softmax": "softmax",

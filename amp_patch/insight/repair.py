@@ -75,7 +75,7 @@ class Repair:
         # For each gradient that does not fit: the 16-bit op of the forward pass that would repair it in float32, and
         # the largest loss scale under which it fits without that.
         self._repairable: list[tuple[Written, float]] = []
-        # The largest loss scale under which all gradients fit for which there is no such op.
+        # For the gradients without such an op: the largest loss scale under which all of them fit.
         self._scale_of_others = math.inf
         self._scale: float | None = None  # the smallest scale of 1 or more that `_lower_scale` has returned
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
@@ -98,11 +98,11 @@ class Repair:
     def loses(self, tensor: Tensor) -> bool:
         """Return whether a tensor has a twin that is not finite either."""
         twin = self._twins.find(tensor)
-        # Values that rounding has made zero have no twins. So if there are any, an infinite twin proves nothing.
+        # Values that rounding has made zero have no twins. If there are any, a twin with inf or NaN proves nothing.
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Begin at a fault: give the result that does not fit a twin, and note what has to be float32.
+        """Begin at a fault: give a twin to the result that does not fit, and note what has to be float32.
 
         Args:
             output: the result that does not fit.

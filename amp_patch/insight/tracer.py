@@ -30,7 +30,7 @@ from .step_faults import SeenInStep, StepFaults
 from .tensors import find_largest_of, has_nan
 
 _GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # training that has grown by this factor has diverged
-_REPEATED = 20  # end the run after this number of faults of one op without a loss in between: see `_see_fault`
+_REPEATED = 20  # end the run after more faults of one op without a loss in between: see `_see_fault`
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Tracer(Recorder):
         self._seen.is_scaled = True
 
     def _see_fault(self) -> None:
-        """Mark a fault in a gradient from before the loss, as of torch.autograd.grad in a forward pass under autocast.
+        """Mark a fault in a gradient that a forward pass under autocast computes, as by torch.autograd.grad.
 
         End the run if the first op with a fault gives a fault again and again before any loss is scaled. The script
         skips losses that are not finite, so it might run on for ever without a step.
@@ -376,7 +376,7 @@ class Tracer(Recorder):
     def _get_scale(self) -> float:
         """Return the scale of the last block; before a block, or with a GradScaler, the scale of the session.
 
-        Return 1 in a backward pass before a loss of the step is scaled, as of torch.autograd.grad in a forward pass.
+        Return 1 in a backward pass before a loss of the step is scaled, as by torch.autograd.grad in a forward pass.
         """
         if not self._seen.is_scaled and get_current_node() is not None:
             return 1.0

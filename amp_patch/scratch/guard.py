@@ -94,7 +94,7 @@ def _check_path(view: View, event: str, path: Any) -> None:
             if "mode=ro" in query or "mode=memory" in query or text in ("", ":memory:"):
                 return
     whole = os.path.normpath(os.path.join(getcwd(), text))
-    # a path is in a shared folder as it is written, if the folder is a link, or as resolved, if a link leads into it
+    # try the path as given and without links: a shared folder may be a link, or a link may lead into a shared folder
     if not view.is_shared(whole) and not view.is_shared(_resolve_links(whole)) and not _is_special(whole):
         raise NotRedirectedError(
             f"{event} would change {text!r}, and this run of the script keeps what it writes in {view.root}: write with"
