@@ -1,4 +1,8 @@
-"""Public functions that apply rules to the user's own functions, and functions that show what is patched."""
+"""Public functions that apply rules to the user's own functions, and functions that show what is patched.
+
+Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
+dtype of others.
+"""
 
 import functools
 from collections.abc import Callable
@@ -49,6 +53,8 @@ def float_function(function: Function) -> Function:
 def promote_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
+    Only float16, bfloat16 and float32 arguments count.
+
     Examples:
         >>> @amp.promote_function
         ... def blend(x, y):
@@ -64,7 +70,9 @@ def match_function(like: str) -> Callable[[Function], Function]:
     """Decorator: cast the tensors of a function to the dtype of its argument `like` while a session patches functions.
 
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
-    tensors that were passed.
+    tensors that were passed. A call casts nothing if that argument is None, or a tensor of another dtype than float16,
+    bfloat16 and float32. It raises OpListError if the argument is something else than a tensor, or if it holds integers
+    while the floating arguments have several dtypes.
 
     Raises ArgumentTypeError if `like` is no text, and OpListError if the function has no argument of this name.
 
