@@ -53,7 +53,7 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor covers all of its storage."""
+    """Return whether a tensor covers all of its storage: whether it has as many bytes, unless its elements overlap."""
     return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

@@ -44,10 +44,11 @@ def install(
     """Apply op lists inside regions of `torch.autocast`, from the next region on that the script enters.
 
     Args:
-        opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. None
-            keeps the dtype of each region, and torch's rules for ops that `lists` do not name.
+        opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. A level
+            that casts models, such as "O2", raises PolicyError when the script enters a region. None keeps the dtype of
+            each region, and torch's rules for ops that `lists` do not name.
         lists: a shipped name, a path, or a sequence of them. Later lists win.
-        compute: "auto", "native" or "float32". Needs a level.
+        compute: "auto", "native" or "float32". Needs `opt_level`.
         everywhere: run each thread in one bfloat16 region, from its first call of a model. For scripts without regions.
 
     Returns a handle whose `remove()` undoes everything. The handle also works as a `with` block. A later call replaces
@@ -58,6 +59,8 @@ def install(
             scale the loss.
         SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """
+    if compute is not None and opt_level is None:
+        raise PolicyError(f'compute={compute!r} needs a level: pass opt_level="O4" or opt_level="O1", too')
     paths = [lists] if isinstance(lists, (str, os.PathLike)) else lists
     names = [os.fspath(path) for path in paths]
     takeover = Takeover(opt_level, names, compute, everywhere=everywhere)  # raises before anything is replaced

@@ -251,6 +251,8 @@ def test_what_cannot_be_done_is_refused_before_a_step() -> None:
         train(torch.bfloat16)
     with pytest.raises(PolicyError, match="scales no loss"):
         native.install("O1", everywhere=True)
+    with pytest.raises(PolicyError, match="compute='native' needs a level"):
+        native.install(lists="bfloat16", compute="native")
     with native.install("O4", everywhere=True), pytest.raises(PolicyError, match="leave --everywhere"):
         train()
     with pytest.raises(OpListError):

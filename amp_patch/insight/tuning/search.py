@@ -42,7 +42,7 @@ def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
     """Return a number from 1 to `length` that passes while the next smaller one does not.
 
     The numbers 1, 2, 4, ... and at last `length` are tested until one passes; bisection between it and the one before
-    finds the result. Returns None if none passes. The caller must know that 0 does not pass.
+    finds the result. Returns None if none of these numbers passes. The caller must know that 0 does not pass.
     """
     low, high = 0, 1
     while low < length:
