@@ -47,7 +47,8 @@ def format_verdict(verdict: Verdict, contract: str) -> str:
             lines.extend(f"  {broken.kind}: {_with_site(broken)}" for broken in further[:SHOWN])
             if len(further) > SHOWN:
                 lines.append(f"  and {len(further) - SHOWN} more; --json FILE has all")
-        lines.append("if this is meant, --update writes the contract anew")
+        if first.kind != "region":  # without mixed precision, --update has nothing to measure
+            lines.append("if this is meant, --update writes the contract anew")
     lines.extend(f"note: {note}" for note in verdict.notes)
     return "\n".join(lines)
 
