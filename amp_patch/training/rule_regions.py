@@ -387,8 +387,10 @@ def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn
         used.update(rules[index] for index in chosen)
         last = max((*chosen, inherited))
         decided[module] = max(last, decided.get(module, -1))  # a module may have several names in the model
-        for child_name, child in module.named_children():
-            waiting.append((child, f"{name}.{child_name}" if name else child_name, last))
+        # `named_children` would leave out the second name of a module that has two in its parent
+        for child_name, child in get_own_children(module).items():
+            if child is not None:
+                waiting.append((child, f"{name}.{child_name}" if name else child_name, last))
     return {module: rules[index] for module, index in decided.items() if index >= 0}, used
 
 

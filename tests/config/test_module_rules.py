@@ -133,6 +133,14 @@ def test_a_rule_covers_what_is_inside_and_the_last_rule_counts(write):
     }
 
 
+def test_a_module_with_two_names_in_its_parent_is_chosen_by_either(write):
+    model = Net()
+    model.tail = model.head
+    for name in ("head", "tail"):
+        rules = load_oplists(write([f"{{match: {name}, run: float32}}"])).modules
+        assert decide_rules(model, rules) == ({model.head: rules[0]}, set(rules))
+
+
 def test_a_file_that_comes_later_wins_and_another_digest_results(write):
     first = write(['{match: "head", run: float32}'])
     second = write(['{match: "**", run: low}'], extends="float16")
