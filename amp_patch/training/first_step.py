@@ -55,8 +55,8 @@ class FirstStepChecks:
                 scaler.awaits_loss = False
             warn(
                 f"step() of {self._describe()} under a dynamic loss scale, but no loss has been scaled: small gradients"
-                " may be lost, and no overflow is noticed. Write `with amp.scale_loss(loss, optimizer) as scaled_loss:"
-                " scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
+                " may be lost, and overflows may go unnoticed. Write `with amp.scale_loss(loss, optimizer) as"
+                " scaled_loss: scaled_loss.backward()`, or pass loss_scale=1.0 to initialize."
             )
 
     def _describe(self) -> str:
@@ -80,7 +80,8 @@ class FirstStepChecks:
             warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")
             return
         warn(
-            f"step() of {self._describe()} after the backward pass of its loss, but none of its parameters has a"
-            " gradient: it trains nothing. Does it hold parameters that the model no longer uses? Move, shard or wrap"
-            " the model first, then create the optimizer, then call initialize."
+            f"step() of {self._describe()} after a scale_loss block, but none of its parameters has a gradient: it"
+            " trains nothing. Did backward() run since the last zero_grad()? Does the optimizer hold parameters that"
+            " the model no longer uses? Move, shard or wrap the model first, then create the optimizer, then call"
+            " initialize."
         )
