@@ -104,6 +104,8 @@ def _format(explanation: "config.explain.Explanation", names: list[str], low: st
     if opt_outs:
         arguments = " or ".join(f"{argument}=" for argument in opt_outs)
         yield f"A call with {arguments} runs as it was written."
+    if rules and all(rule.runs_in == "float32" for rule in rules):
+        return  # what follows is about 16-bit operands
     name = explanation.op.rpartition(".")[2]
     if config.op_lists.is_product(name):
         yield (

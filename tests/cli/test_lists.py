@@ -330,6 +330,13 @@ def test_explain_tells(arguments, said, write, lists):
     assert code == 0 and said in printed
 
 
+def test_explain_tells_of_rounding_only_where_operands_may_have_16_bits(write, lists):
+    assert "values are rounded to float16" in lists("explain", "matmul")[1]
+    assert "rounded" not in lists("explain", "avg_pool3d")[1]
+    path = write("extends: float16\nwhitelist: [avg_pool3d]")
+    assert "its result is rounded" in " ".join(lists("explain", "avg_pool3d", "--lists", path)[1].split())
+
+
 def test_explain_json(lists):
     data = json.loads(lists("explain", "torch.exp", "--dtype", "bfloat16", "--json")[1])
     assert (data["op"], data["lists"], data["low"]) == ("torch.exp", ["bfloat16"], "bfloat16")
