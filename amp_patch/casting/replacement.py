@@ -226,7 +226,9 @@ _have_no_overrides: Callable[[Sequence[Any]], bool] = functools.partial(operator
 
 
 WITHOUT_OVERRIDES = PublicOp("", None)
-"""For functions that are not torch's, and for functions that only a replacement calls, after overrides."""
+"""The `PublicOp` for functions that are not torch's, and for functions that only a replacement calls: it has called the
+overrides already.
+"""
 
 
 def _flatten(values: Iterable[Any]) -> Iterator[Any]:

@@ -29,7 +29,7 @@ def get_conversion(dtype: torch.dtype) -> TensorCast:
 
 def make_device_test(device_type: str) -> Callable[[Tensor], bool]:
     """Return a function that returns whether a tensor is on a device of this type."""
-    # attrgetter takes no Python frame. Reading `device.type`, a string, takes a tenth of the time of a cast.
+    # attrgetter takes no Python frame, and `device.type` is slow: to read this string takes a tenth of a cast's time
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")
     return lambda tensor: tensor.device.type == device_type

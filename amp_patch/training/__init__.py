@@ -28,8 +28,8 @@ A step is skipped if a flag of a dynamic scaler is set. The host reads the flags
 1. A gradient of this optimizer overflowed in a `scale_loss` block with it: `GradientSums._unscale_and_check` finds it,
    and `GradientSums._report` adds the flag of the block to the flags of the optimizer.
 2. A gradient of another optimizer overflowed in such a block: `_report` does so for all optimizers of the block.
-3. A gradient overflowed in a parameter that this optimizer shares with another: `Block` takes in the optimizers that
-   share a parameter with its own, and `OverflowFlags.add_found_inf` adds their flags.
+3. A gradient overflowed in a parameter that this optimizer shares with an optimizer of a block: a `Block` affects all
+   optimizers that share a parameter with one of its own, and `OverflowFlags.add_found_inf` adds the flags of these.
 4. A block that was delayed, or whose gradients are reduced later, has overflowed: `GradientSums.unscale_all` reports it
    at the end of a later block, or before the step.
 5. `step()` is called inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
@@ -47,7 +47,7 @@ A step is skipped if a flag of a dynamic scaler is set. The host reads the flags
 A step is taken, although a gradient holds inf or NaN, if
 
 * all scales are static (`_decide`), or the step belongs to a wrapped optimizer, whose wrapper decides (`_step`);
-* no loss was scaled and no masters exist, so nothing was checked: O0, and O4 at a scale of 1;
+* no loss was scaled and no masters exist, so nothing was checked, as at O0, and at O4 with a scale of 1;
 * the gradient is of a parameter without a master, and no `scale_loss` block with its optimizer has checked it: it came
   from a backward pass outside of `scale_loss` or from a block without this optimizer, or the script wrote it after the
   block. At levels with masters, BatchNorm has such parameters; reason 7 then applies if another parameter of the

@@ -31,7 +31,7 @@ class LocalGradients:
     """
 
     def __init__(self) -> None:
-        # by module: whether its next backward pass reduces gradients, or, until its next forward, its last one did
+        # for each module: whether it reduces gradients in the backward pass that follows its last forward pass
         self._reduces: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._prepared: WeakSet[Any] = WeakSet()  # modules that will reduce in the next backward pass
         self._has_modules = False
@@ -76,7 +76,7 @@ class LocalGradients:
 
     def find_ids(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
         """Return the ids of the parameters that `get_parameters` returns and whose gradients are not reduced."""
-        # a function, because the usual case, without such gradients, needs no list of parameters
+        # `get_parameters` is a function, because in the usual case, without such gradients, no list is needed
         return self.ids.intersection(map(id, get_parameters())) if self.ids else set()
 
     def warn_of_stale(self) -> None:

@@ -290,7 +290,7 @@ class RuleRegions:
             hooks = RegionHooks(self._switch, Mode.LOW, self._low, is_inside=is_inside)
         else:
             hooks = RegionHooks(self._switch, Mode.FLOAT32, torch.float32, is_inside=is_inside)
-        self._hooks[module] = hooks  # first, so that an interrupt leaves no hook that `_unhook` does not find
+        self._hooks[module] = hooks  # first: if an interrupt comes next, `_unhook` finds the hooks
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(hooks.leave, always_call=True)
 
