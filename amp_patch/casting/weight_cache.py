@@ -313,8 +313,9 @@ class RegionCache(WeightCache):
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Drop the copies of parameters that an optimizer has updated."""
-        for parameter in parameters:
-            self._copies.pop(id(parameter), None)
+        if self._copies:
+            for parameter in parameters:
+                self._copies.pop(id(parameter), None)
 
     def invalidate_all(self) -> None:
         """Drop every copy."""

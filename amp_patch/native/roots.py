@@ -1,5 +1,6 @@
 """Searches the Python stack for the model of a called module, for calls of modules, and for lines of the script."""
 
+import functools
 import sys
 import types
 from pathlib import Path
@@ -63,7 +64,12 @@ def find_line() -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return "" if frame is None else f"{_name_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.lru_cache(maxsize=256)
+def _name_file(path: str) -> str:
+    return Path(path).name
 
 
 def is_in_library() -> bool:
