@@ -1,8 +1,8 @@
 """`amp-patch trace`: finds the first value of a script that does not fit into its dtype (a *fault*), the op that made
 it, the reason, and a remedy.
 
-The script runs unmodified, as under `amp-patch run`, until the step with the fault has ended. With `--fix`, it then
-runs again with a list against the fault, to see whether the list is enough.
+The script runs unmodified, as under `amp-patch run`, until the step with the first fault has ended, or to its own end.
+With `--fix`, it then runs again with a list against the fault, to see whether the list is enough.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     repeating_runner = None
-    if arguments.fix is not None:  # report usage errors of --fix before the first run, which may take long
+    if arguments.fix is not None:  # before the first run, which may take long, to report usage errors of --fix at once
         refuse_ranks(arguments.parser, "trace --fix")
         repeating_runner = ScriptRunner(arguments, is_repeated=True)
     first, last = arguments.steps or (0, None)
