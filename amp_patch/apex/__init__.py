@@ -3,7 +3,7 @@
     import amp_patch.apex
 
     amp_patch.apex.install()
-    from apex import amp  # from here on
+    from apex import amp  # this package's
 
 or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` imports this package.
 `amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that is

@@ -8,15 +8,15 @@ A forward pass must never use old weights. So a copy belongs to an *entry*, and 
 * Events after which weights may be different invalidate entries: optimizer steps, both ends of an outermost forward
   without gradients, the exit of `scale_loss`, and `refresh`. Version counters alone do not show every edit, because
   fused optimizers do not raise them.
-* Each use compares the parameter's `Signature` with the one from when the copy was made. The entry keeps the memory of
-  the parameter alive, so that no other tensor can get the same address.
+* Each use compares the parameter's `Signature` with the one from when the copy was last written. The entry keeps the
+  memory of the parameter alive, so that no other tensor can get the same address.
 
 Code that records ops (traces, and dispatch modes that do more than watch) must record a cast at each use, and gets no
 copy. Inside a function transform, such as `torch.func.grad`, a valid copy is used, but none is made.
 
 What happens to a copy whose entry is not valid any more depends on the device:
 
-* On a GPU, launching such a small kernel takes longer than running it. So the next use of an invalid copy *refreshes*
+* On a GPU, launching the kernel of a cast takes longer than running it. So the next use of an invalid copy *refreshes*
   all invalid copies in place, with one `torch._foreach_copy_` for each device. A copy that a live autograd graph holds
   must keep its values, and is replaced by a new one.
 * On a CPU, invalid copies are dropped, because a new copy is in the CPU's own caches: with refreshed copies, a step of
@@ -279,7 +279,7 @@ class RegionCache(WeightCache):
     torch's own cache of weights is enabled.
 
     An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's cache returns
-    no old copy after its outermost region, because it drops all copies there, and keeps none under
+    no old copies then, because it is cleared whenever a thread leaves its outermost region, and keeps nothing under
     `cache_enabled=False`. This cache does the same: a patch of `torch.clear_autocast_cache` drops its copies, too, and
     each use asks torch whether torch's cache is enabled. The fast paths of ops read `valid` without asking. So `valid`
     stays empty here, and copies are in `_copies`.

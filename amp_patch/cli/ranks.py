@@ -77,14 +77,14 @@ class Ranks:
         sys.exit(0)
 
     def find_code(self) -> int:
-        """Return the exit code of a rank other than the first whose script has failed: the lowest such rank's, or 0."""
+        """Return the exit code of the lowest rank, without the first, whose script has failed; 0 if none has so far."""
         codes = (self._code_of(rank) for rank in range(1, self.count))
         return next((code for code in codes if code), 0)
 
     def wait(self, *, is_over: bool) -> None:
         """Wait until the scripts of the other ranks have ended.
 
-        From `_PATIENCE_SECONDS` on, give up if `is_over`, or if one of these scripts has failed.
+        Once `_PATIENCE_SECONDS` have passed, give up if `is_over`, or if one of these scripts has failed.
 
         Args:
             is_over: this rank has ended its script early, or another rank has failed, so that scripts may hang.
@@ -117,9 +117,8 @@ def find_ranks() -> Ranks | None:
 
 
 def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
-    """Exit with a usage error if a launcher has started this process. For a command that runs the script several times.
-
-    Only the first rank of each machine prints the error.
+    """Exit with a usage error if a launcher has started this process for one of several ranks, because `command` runs
+    the script several times. Only the first rank of each machine prints the error.
     """
     ranks = find_ranks()
     if ranks is None:
@@ -133,7 +132,7 @@ def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def name_for_node(path: Path) -> Path:
-    """Return the path of this machine's file: `path`; on all machines of a launch but the first, with their number."""
+    """Return `path`; on all machines of a launch but the first, with the number of the machine before the suffix."""
     node = os.environ.get("GROUP_RANK", "")
     if find_ranks() is None or not node.isdecimal() or node == "0":
         return path

@@ -136,7 +136,7 @@ def _find_options_behind(command: list[str]) -> list[str]:
     """Return options after the script that the user probably meant for this command.
 
     Unlike this command, the others also accept their own options after the script. Many scripts for Apex have an option
-    --opt-level of their own: their source contains its name, or reads sys.argv.
+    --opt-level themselves: then their source contains "opt-level", or reads sys.argv.
     """
     given = {argument.partition("=")[0] for argument in command}
     misplaced = []

@@ -1,4 +1,7 @@
-"""`amp-patch trace --fix`: writes a list against a fault, an exception or a quiet loss, and runs the script with it."""
+"""`amp-patch trace --fix`: repairs what a traced run has reported, and runs the script with the repair.
+
+The repair of a fault or an exception is a list; the repair of a quiet loss is a level.
+"""
 
 import argparse
 import os

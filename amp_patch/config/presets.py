@@ -135,7 +135,7 @@ class Presets:
         """Return the values of the properties that a level states or inherits through `extends`.
 
         Args:
-            seen: the levels that extend this one, in a row, to detect a circle.
+            seen: the levels through whose `extends` this level was reached, to detect a circle.
         """
         if level not in self._levels and self._shipped is not None:
             return self._shipped.properties(level)

@@ -42,7 +42,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Patch torch's functions as O1 does, without a model, and return a handle. Apex had this before `initialize`.
+    """Patch torch's functions as O1 does, without a model, and return a handle. Apex had `init` before `initialize`.
 
     The functions stay patched until the handle's `_deactivate()`, `amp_patch.reset()`, `initialize` or the next `init`.
     If there is an accelerator, the functions cast its tensors, otherwise tensors on the CPU.

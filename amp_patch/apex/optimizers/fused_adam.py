@@ -17,12 +17,12 @@ class FusedAdam(FusedOptimizer):
 
     Differs from torch.optim.AdamW:
 
-    * The order of the arguments is another. `weight_decay` is 0 by default.
+    * The arguments have another order, and `weight_decay` is 0 by default.
     * `bias_correction=False` leaves out the correction of the moments.
     * Steps are counted for each group (`param_groups[i]["step"]`), not for each parameter.
 
-    `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW, if all parameters of a group have taken
-    equally many steps.
+    `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW, if their weight decay is of the same kind
+    and all parameters of a group have taken equally many steps.
 
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip. Apex had this argument in 2019.

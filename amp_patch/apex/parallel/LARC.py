@@ -15,7 +15,8 @@ from ..updates import at_full_precision, norms
 class LARC(Optimizer):
     """Wraps an optimizer. Scales the gradient g of each parameter w before a step, so that no layer changes too much.
 
-    rate = trust_coefficient |w| / (|g| + wd |w| + eps), or with `clip` min(rate / lr, 1)
+    rate = trust_coefficient |w| / (|g| + wd |w| + eps)
+    rate = min(rate / lr, 1), only with `clip`
     g = (g + wd w) rate, in place
 
     wd is the weight decay of the parameter group. The inner optimizer then steps without weight decay. If |w| or |g| is
