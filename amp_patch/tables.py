@@ -117,8 +117,8 @@ class Table:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text of at most `width` characters, at least 3: a third is the beginning of `text`, the rest its end,
-    because names differ at the end.
+    """Return `text`, shortened to `width` characters (3 or more) if it is longer: its beginning, "...", and twice as
+    much of its end, where names differ.
     """
     if len(text) <= width:
         return text

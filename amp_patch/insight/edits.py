@@ -57,8 +57,8 @@ class CallSite:
 
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
-    """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each one repairs the
-    call without the others.
+    """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each edit repairs the
+    call by itself.
     """
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -127,7 +127,7 @@ def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:
-    """Return the name or attribute by which the script gives the tensor that a call writes to, or ""."""
+    """Return the text of the operand that a call writes to, if it is a name or an attribute; else ""."""
     for text, (_, tensor) in zip(spelling.texts, call.operands, strict=True):
         if tensor is call.written and _SIMPLE.fullmatch(text):
             return text
@@ -152,9 +152,9 @@ class _Casting(ast.NodeTransformer):
 
 
 def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
-    """Return the edit that replaces a whole call, or "" if it is enough to replace the operands.
+    """Return the edit that replaces a whole call, or "" if it is enough to replace operands, or the call is not found.
 
-    In `a.mm(x) + b.mm(x)`, it is not: the edit `x.float() in place of x` would cast the operands of both calls.
+    In `a.mm(x) + b.mm(x)`, it is not enough: the edit `x.float() in place of x` would change both calls.
     """
     found = None if place.level is None else find_expression(place.level.frame, place.level.index)
     if found is None or not isinstance(found[0], (ast.Call, ast.BinOp)):

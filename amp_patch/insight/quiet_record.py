@@ -22,27 +22,27 @@ class QuietCause(Word):
 
 @dataclass(frozen=True, slots=True)
 class QuietRecord:
-    """A quiet loss of 16 bits, over all steps in which it was seen.
+    """A quiet loss of 16 bits, over all steps in which it was seen. Texts that do not apply are None, and "" in files.
 
     Attributes:
         cause: "lost update", "collapsed", "cancelled", "zero gradients" or "stale copy".
         step: the number of the first step in which it was seen, from 0.
         steps: the number of steps in which it was seen.
         looked: the number of steps in which it was looked for.
-        tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; "" if it has
+        tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; None if it has
             no name.
         tensors: the number of tensors that lose values.
         of: the number of tensors that were examined, with those in `tensors`.
         module: the name of the module in which the op ran.
         op: the op that loses; in a step of an optimizer, the class of the optimizer.
         site: the line of the script that ran the op.
-        role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. Also
-            "gradients" for gradients that are summed. "" for other losses.
+        role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. For sums of
+            gradients in a backward pass, "gradients". None for other losses.
         dtype: the short name of the 16-bit dtype.
         kept: the share of elements whose change is not lost. For collapsed values, the share that stays distinct. For
             zero gradients, the share that is not zero.
-        descent: the stored change along the true one, <stored, true> / |true|^2: 1 is whole, 0 is nothing.
-        error: the error of the change, or of the result of `op`, relative to float32 (root mean squares).
+        descent: how much of the true change is stored: <stored, true> / |true|^2. 1 is all of it, 0 is nothing.
+        error: the relative error (L2) of the change, or of the result of `op`, against float32.
         used: the line that uses the values, if that is another line than `site`.
         rank: the rank of the process.
     """

@@ -1,10 +1,9 @@
 """`Shadow`: measures, in a run in float32, the errors that ops would have in 16 bits.
 
-Each op that can be repeated runs a second time, on inputs that are rounded to 16 bits. The second time, it runs in 16
-bits, so that the error of its kernel counts, such as the rounding of each addition in index_add. Two kinds of ops run
-in float32 instead, and their results are rounded: products, whose 16-bit kernels add in float32, and ops without a
-16-bit kernel on this device. The error is kept until the backward pass, where the gradient of the result shows how much
-the error matters.
+Each op that can be repeated runs once more, in 16 bits and on inputs that are rounded to 16 bits. So the error of its
+kernel counts, too, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and
+their results are rounded: products, whose 16-bit kernels add in float32, and ops without a 16-bit kernel on this
+device. The error is kept until the backward pass, where the gradient of the result shows how much the error matters.
 """
 
 import contextlib

@@ -114,7 +114,7 @@ class GradientSums:
         self._rescale_to(block.scale)
         self._unsharded.rescale_to(block.scale)
         self._scaler = block.scaler
-        self._open.append(weakref.ref(block, self._open.remove))  # a block that was freed will never end
+        self._open.append(weakref.ref(block, self._open.remove))  # a block that is freed never ends, and is removed
 
     def _check_thread(self, thread: int, *, is_scaled: bool) -> None:
         if thread != threading.get_ident() and (is_scaled or self._has_masters):

@@ -51,7 +51,7 @@ class FlightRecorder:
     Args:
         every: the number of steps from one sample to the next. The first step is sampled.
         keep: the number of samples to keep. Older ones are dropped.
-        path: a file to write the samples to: when the recorder is closed, when the process ends, and every ten minutes.
+        path: a file for the samples. It is written about every ten minutes, and when the recorder or the process ends.
             In a distributed run, each rank but the first puts its number before the suffix, as in `flight.1.jsonl`.
         on_sample: called for each sample, once its numbers have reached the host, with the step and a dict of the
             numbers by name. `amp_patch.integrations.trackers.log_samples` makes such a function.
@@ -89,7 +89,7 @@ class FlightRecorder:
         Args:
             models: a model, or a list of them.
             optimizers: an optimizer, or a list of them.
-            scaler: the GradScaler of the loop. Its scale is recorded, and the steps that it skips are counted.
+            scaler: the GradScaler of the loop. Its scale is recorded, and steps that it skips count, too.
         """
         new_models, new_optimizers = as_models(models), as_optimizers(optimizers)
         if not new_models or not new_optimizers:

@@ -21,7 +21,7 @@ class Series(NamedTuple):
         name: the name that the page shows.
         colour: the number of its colour.
         values: a value for each step.
-        low, high: the range over all seeds in each step; empty without a range.
+        low, high: the ends of a range in each step, such as the range over all seeds; empty without a range.
         skipped: the indices of skipped steps, from 0.
     """
 

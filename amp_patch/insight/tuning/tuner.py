@@ -59,7 +59,7 @@ class Tuner:
         self._errors: list[str] = []  # the errors that the training raised with candidates
         self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
         self._has_tried_everything = False
-        self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
+        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for; "" if it keeps none
         # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
         self._file: Path
         self._bases: list[str] = []
