@@ -1,4 +1,4 @@
-"""The parts of Apex that the stand-in lacks, each with its purpose and a modern replacement."""
+"""The parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and a modern replacement."""
 
 _GONE = {
     "apex.amp.wrap": (

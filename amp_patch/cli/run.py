@@ -177,8 +177,8 @@ def prepare(
 
     Args:
         command: the script, or `-m` and a module, followed by the arguments of the script.
-        needs_region: wait for the script to use amp or torch.autocast. Nothing is recorded before that, and a script
-            that never does fails at its end.
+        needs_region: wait for the script to use mixed precision: amp, torch.autocast or 16-bit weights. Nothing is
+            recorded before that, and a script that takes steps without it fails at its end.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         is_quiet: do not print to stderr how the script was changed.
         watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Its "folder" is

@@ -1,6 +1,7 @@
 """`amp-patch trace --fix`: repairs what a traced run has reported, and runs the script with the repair.
 
-The repair of a fault or an exception is a list; the repair of a quiet loss is a level.
+For a fault (a value that does not fit into its dtype) or an exception, the repair is an op list. For a quiet loss (16
+bits lose values although all are finite), the repair is another level.
 """
 
 import argparse

@@ -1,4 +1,8 @@
-"""`ExchangeList`: collects the slots in which a search finds a function, each with the value to write there."""
+"""`ExchangeList`: collects the slots in which a search finds a function, each with the value to write there.
+
+A slot is a position that holds a value, such as an attribute or an entry of a dict. An exchange is a slot with its
+values before and after the function is replaced.
+"""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""The one session of the process: opens, replaces and closes it."""
+"""The one session of the process: opens, replaces and closes it.
+
+A session owns everything that `amp_patch.initialize` changes: models, optimizers, and patched functions of torch.
+"""
 
 import contextlib
 import gc

@@ -472,7 +472,7 @@ class GradientSums:
 def _mark_unchecked(flags: OverflowFlags) -> None:
     """Record that unchecked gradients are about to be moved to the masters of an optimizer.
 
-    Partners with such gradients are marked, too.
+    Optimizers that share a parameter with it (`partners`) are marked, too, if they have such gradients.
     """
     for partner in flags.partners:
         if have_gradients(partner.groups.read()[1]):

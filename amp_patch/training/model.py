@@ -47,8 +47,8 @@ class ModelBinding:
             `RuleRegions` applies the rules.
 
     Attributes:
-        used_rules: the rules that have chosen some module of the model.
-        rules: the rule of each covered module.
+        used_rules: the module rules that have chosen a module of the model.
+        rules: for each module that a module rule covers, this rule.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ def _tensors_to_cast(
     These are left out:
 
     * shards, which FSDP casts when it gathers them
-    * opaque tensors, and other tensors of their modules
+    * opaque tensors, such as quantized weights, and other tensors of their modules
     * tensors of modules that a rule keeps in float32, even if another module holds them too
     * the tensors in `left_alone`, by id
     * if `keep_batchnorm`, tensors of BatchNorm layers that no rule covers

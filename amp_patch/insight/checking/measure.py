@@ -1,4 +1,7 @@
-"""`Measurer`: makes the runs of a check, and makes a `Contract` of their results."""
+"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
+
+A contract says what a training does: its ops and numbers. A number has a *band*, by which a later run may differ.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
