@@ -1,7 +1,8 @@
 """`amp-patch run`: runs a script unmodified, at another level or with other op lists.
 
-In a script that was written for NVIDIA Apex, `import apex` finds amp_patch's stand-in. In a script with torch.autocast,
-levels and op lists change the dtypes of ops in its regions.
+In a script that was written for NVIDIA Apex, `import apex` finds amp_patch's stand-in, unless an installed apex has
+`amp` and --force is not given. In a script with torch.autocast, levels and op lists change the dtypes of ops in its
+regions.
 
 The command replaces its own process by a new Python (on Windows, it starts one and waits), and puts the folder
 `startup` at the front of PYTHONPATH. Each Python imports the `sitecustomize` in this folder first, which sets all of

@@ -296,7 +296,8 @@ class View:
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
         """Copy the lower layer's file at a located path to the upper layer, if there is one. Return the path to write.
 
-        A folder is made, without the files in it. `given` is the path to name in errors.
+        Of a folder, only the folder itself is made. Raises PermissionError for a device, a pipe or a socket. `given` is
+        the path to name in errors.
         """
         if self.is_written(path):
             return self.files + path

@@ -241,7 +241,7 @@ class GradientSums:
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Move gradients of 16-bit parameters to their masters, before gradients of `parameters` are clipped.
 
-        Inside a block or after a delayed one, only warn if such a gradient is still scaled, or not in its master yet.
+        Inside a block or after a delayed one, only warn if one of these is still scaled, or not in its master yet.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -335,7 +335,7 @@ class GradientSums:
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale. Return a 0-dim float32 flag: 1.0 for a new overflow in them.
 
-        `seen` has the ids of parameters to leave out. The parameters without a master are added to `seen`.
+        `seen` has the ids of parameters to leave out. Parameters without a master that have a gradient are added to it.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = flags.groups.read()
@@ -428,7 +428,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Give unreduced gradients the scale of the others, for a step of this rank. OptimizerError with masters."""
+        """Give unreduced gradients the scale of the others, for a step of this rank. With masters, raise an error."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)

@@ -200,7 +200,7 @@ class Tuner:
         return verdict
 
     def _check_errors(self) -> None:
-        """Once two candidates in a row raise the same error, try to keep everything in float32.
+        """Once the last two errors that candidates raised are the same, try to keep everything in float32.
 
         Raises _EnoughRunsError if this raises the same error, or runs and does not pass: then no list helps. If it
         raises another error, the search goes on.
