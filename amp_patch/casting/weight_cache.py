@@ -142,7 +142,7 @@ class WeightCache:
         self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
         self._entries: dict[int, _Entry] = {}  # entries that are refreshed
-        self._uses: dict[int, int] = {}  # the number of uses of small parameters since the last invalidation
+        self._uses: dict[int, int] = {}  # the uses of small tensors since the last invalidation, by id
         self._is_bypassed = False
         self._lock = threading.RLock()
 

@@ -33,7 +33,7 @@ class Lows:
     """The 16-bit dtypes to try.
 
     Attributes:
-        model: the dtype of a 16-bit model; None without one.
+        model: the dtype of the model if it is in 16 bits, else None.
         run: the low dtype of the run; float16 if it has none.
     """
 
@@ -49,7 +49,7 @@ class Trials:
         is_mixed: whether the operands have several floating dtypes.
         targets: for each trial that worked, the dtypes of the operands in this trial.
         results: for each trial that worked, the dtype of the result; None if it is not one tensor.
-        low: the dtype of a 16-bit model; None for another model.
+        low: the dtype of the model if it is in 16 bits, else None.
     """
 
     is_mixed: bool
@@ -67,8 +67,8 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
     """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why the call raised.
 
     Dtypes are the reason if the call raises the same exception again with the same dtypes, and works in one of the
-    trials. Every call runs on copies of the operands, without autograd. Returns None without a trial if no operand is
-    floating, or all floating operands are float64.
+    trials. Every call runs on copies of the operands, without autograd. If no operand is floating, or all floating
+    operands are float64, nothing runs, and the result is None.
 
     Args:
         error: the exception.

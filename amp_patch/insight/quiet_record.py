@@ -32,7 +32,7 @@ class QuietRecord:
         tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; None if it has
             no name.
         tensors: the number of tensors that lose values.
-        of: the number of tensors that were examined, with those in `tensors`.
+        of: the number of tensors that were examined, including these.
         module: the name of the module in which the op ran.
         op: the op that loses; in a step of an optimizer, the class of the optimizer.
         site: the line of the script that ran the op.

@@ -76,7 +76,7 @@ class View:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_script_path(self, path: str) -> str:
-        """Return the path by which the script names a file of the upper layer; any other path as it is."""
+        """Return the path by which the script names a file of the upper layer. Return any other path as it is."""
         if path == self.files:
             return os.sep
         if path.startswith(self.files + os.sep):

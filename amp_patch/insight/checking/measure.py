@@ -1,6 +1,7 @@
 """`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
 
-A contract says what a training does: its ops and numbers. A number has a *band*, by which a later run may differ.
+A contract says what a training does: its ops and numbers. Each number has a *band*: how much it may differ in a later
+run.
 """
 
 import math

@@ -126,6 +126,7 @@ class UpdateWatch:
         self.step += 1
 
     def _judge(self) -> None:
+        """Compare all changes since the last call with the true ones, and stop following these tensors."""
         with torch.no_grad(), current.without_casts():
             self._judge_changes()
             self._keep_successors()

@@ -43,7 +43,7 @@ class TuneResult:
     Attributes:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
-        runs: the number of all runs of the search, without those that trace its result.
+        runs: the number of runs of the search. Runs that trace its result do not count.
         is_reached: whether gradients are within the tolerance with these entries, and their traced run, if made, has no
             fault.
         message: the result in words.
