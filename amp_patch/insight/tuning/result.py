@@ -44,8 +44,8 @@ class TuneResult:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
         runs: the number of runs of the search. Runs that trace its result do not count.
-        is_reached: whether gradients are within the tolerance with these entries, and their traced run, if made, has no
-            fault.
+        is_reached: whether gradients are within the tolerance with these entries, and the traced run with them, if it
+            was made, has no fault.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
