@@ -72,7 +72,7 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
 
     Args:
         error: the exception.
-        weights: for each operand, whether it is a weight.
+        weights: for each operand, whether it is a parameter, a buffer or a gradient of a model.
         lows: the 16-bit dtypes to try.
     """
     tensors = [tensor for _, tensor in call.operands]

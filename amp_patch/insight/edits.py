@@ -29,7 +29,7 @@ class Spelling:
     Attributes:
         names: the name of each operand in reports.
         texts: the text of each operand in the line of the script; "" if it is not known.
-        weights: for each operand, whether it is a weight (see `Operands.is_weight`).
+        weights: for each operand, whether it is a parameter, a buffer or a gradient of a model.
     """
 
     names: Sequence[str]
@@ -83,9 +83,9 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
         yield f"{place.called_from}: {CAST_METHODS[targets[changed[0]]]} on the tensors that this line passes on"
         return
     written = _find_written(call, spelling)
-    is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
+    writes_to_model = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
     is_attribute = "." in written  # a new value of a local name would not reach other references to the tensor
-    if is_attribute and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
+    if is_attribute and writes_to_model and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
         yield f"{place.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
         text = _cast_back(spelling, changed, low, place)
