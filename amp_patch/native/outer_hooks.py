@@ -50,7 +50,7 @@ class OuterHooks:
         self._hooks: list[PausableHook] = []
 
     def add(self, handle: RemovableHandle, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Add a hook that was registered just now. Return the function that removes it; calling that twice is harmless."""
+        """Add a hook that was registered just now. Return the function that removes it, which may be called twice."""
         added = PausableHook(handle, hook)
         self._hooks.append(added)
 
