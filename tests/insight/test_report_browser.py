@@ -112,6 +112,26 @@ def test_nothing_is_cut_off(page, width):
     assert find_cut_off(page, "main *") == []
 
 
+def test_a_table_has_a_shadow_until_its_last_column_is_seen(page):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    show(page, 390)
+    box = page.find_element("css selector", ".box:has(#layers)")
+    WebDriverWait(page, 20).until(lambda _: "more" in box.get_attribute("class"))
+    page.execute_script("arguments[0].scrollLeft = 10000", box)
+    WebDriverWait(page, 20).until(lambda _: "more" not in box.get_attribute("class"))
+
+
+def test_an_option_stays_on_its_line_and_is_copied_as_it_is(page, written):
+    page.execute_script("document.querySelector('main').style.width = '200px'")
+    command = page.find_element("xpath", "//dt[text()='command']/following-sibling::dd")
+    copied = page.execute_script("getSelection().selectAllChildren(arguments[0]); return `${getSelection()}`", command)
+    assert copied == written[1].recording.records[0].command
+    words = command.find_elements("css selector", ".word")
+    heights = [page.execute_script("return arguments[0].offsetHeight", word) for word in words]
+    assert len(words) == 4 and len(set(heights)) == 1
+
+
 def test_runs_are_taken_out_of_the_charts_and_put_back(page):
     groups = "[...document.querySelectorAll('[data-series=O4]')]"
     shown = f"return {groups}.map(group => group.getBoundingClientRect().width > 0)"
