@@ -5,6 +5,7 @@ Links are written as they work in the repository, relative to the file that they
 
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,16 @@ BOOST = {
 }
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
-_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+SHORT, LONG = 17, 48
+"""The most characters of a cell or word that stays on one line, and of a cell that needs no wide column."""
+
+_OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|amp-patch(?![\w-]))")
+_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
+_WORD = re.compile(r"\S+")
+_JOINT = re.compile(r"(?<=[._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
+_CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"(<[^>]*>)")
+_WHOLE = '<span class="whole">'
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
 
@@ -67,7 +76,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Mark the options of commands, so that the style can keep each on one line."""
+    """Mark what a line may break, and which cells are short or long, for the style."""
+    html = _CODE.sub(lambda code: _WORD.sub(_mark_word, code[0]), html)
     parts = _TAG.split(html)
-    parts[::2] = [_OPTION.sub(r'<span class="option">\g<0></span>', text) for text in parts[::2]]
-    return "".join(parts)
+    for place in range(0, len(parts), 2):
+        if place == 0 or parts[place - 1] != _WHOLE:
+            parts[place] = _OPTION.sub(_keep, parts[place])
+    return _CELL.sub(_measure_cell, "".join(parts))
+
+
+def _keep(text: re.Match[str]) -> str:
+    return f"{_WHOLE}{text[0]}</span>"
+
+
+def _mark_word(word: re.Match[str]) -> str:
+    """Have a long word of code break at its dots and underscores, and a short one not at its hyphens."""
+    if len(unescape(word[0])) > SHORT:
+        return _JOINT.sub("<wbr>", word[0])
+    return _keep(word) if "-" in word[0] else word[0]
+
+
+def _measure_cell(cell: re.Match[str]) -> str:
+    """Give a cell of a table a class for the length of its text."""
+    attributes, content = cell.groups()
+    length = len(unescape(_TAG.sub("", content)))
+    size = "short" if length <= SHORT else "long" if length > LONG else "medium"
+    return f'<td class="{size}"{attributes}>{content}</td>'
