@@ -38,7 +38,7 @@ SHORT, LONG = 17, 48
 """The most characters of a cell or word that stays on one line, and of a cell that needs no wide column."""
 
 _OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|amp-patch(?![\w-]))")
-_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
+_CODE = re.compile(r"(?<=<code>)(?<!<pre><code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
 _WORD = re.compile(r"\S+")
 _JOINT = re.compile(r"(?<=[._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
 _CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
@@ -59,7 +59,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Have links of a page lead to where their targets are in the documentation, and searches weigh the page."""
+    """Return the page with links that lead to their targets in the documentation. Set its weight in searches."""
     name = page.file.src_uri
     boost = BOOST.get(name, 1)
     page.meta["search"] = {"boost": boost, "exclude": boost == 0}
@@ -76,7 +76,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Mark what a line may break, and which cells are short or long, for the style."""
+    """Return the page with marks for the style: words that stay whole, where others break, short and long cells."""
     html = _CODE.sub(lambda code: _WORD.sub(_mark_word, code[0]), html)
     parts = _TAG.split(html)
     for place in range(0, len(parts), 2):
@@ -90,14 +90,14 @@ def _keep(text: re.Match[str]) -> str:
 
 
 def _mark_word(word: re.Match[str]) -> str:
-    """Have a long word of code break at its dots and underscores, and a short one not at its hyphens."""
+    """Return a word of code that may break at dots and underscores if it is long, and at no hyphen if it is short."""
     if len(unescape(word[0])) > SHORT:
         return _JOINT.sub("<wbr>", word[0])
     return _keep(word) if "-" in word[0] else word[0]
 
 
 def _measure_cell(cell: re.Match[str]) -> str:
-    """Give a cell of a table a class for the length of its text."""
+    """Return a cell of a table with a class for the length of its text."""
     attributes, content = cell.groups()
     length = len(unescape(_TAG.sub("", content)))
     size = "short" if length <= SHORT else "long" if length > LONG else "medium"

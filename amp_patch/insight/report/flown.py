@@ -56,7 +56,10 @@ def _draw_scale(record: FlightRecord) -> Markup:
 
 
 def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:
-    return draw_figure(drawn, caption, label=caption, steps=record.steps, has_keys=len(drawn) > 1)
+    label = caption
+    if not all(map(math.isfinite, record.largest)):
+        caption += " Gaps: inf or NaN."
+    return draw_figure(drawn, caption, label=label, steps=record.steps, has_keys=len(drawn) > 1)
 
 
 def _make_series(colour: int, name: str, values: Sequence[float]) -> Series:

@@ -33,8 +33,9 @@ def make_report(recording: Recording, *, command: str = "") -> str:
     `command` is shown, unless the recording has its own.
     """
     title, style = "What ran in which precision", ""
-    is_traced = not (recording.ops or is_flight(recording) or recording.of(ComparisonRecord))
-    if recording.of(ComparisonRecord):
+    is_compared = bool(recording.of(ComparisonRecord))
+    is_traced = not (is_compared or recording.ops or is_flight(recording))
+    if is_compared:
         summary = Summary(recording)
         title = "Runs compared"
         style = _style_of([run.run for run in summary.runs])
@@ -44,7 +45,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
     if is_flight(recording):
         title = "What led to it"
     if is_traced:
-        title = "What does not fit"
+        title = "What trace found"
         sections.append(_traced(recording))
     if recording.flight:
         style += FLIGHT_STYLE
