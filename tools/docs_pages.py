@@ -38,8 +38,10 @@ SHORT, LONG = 17, 48
 """The most characters of a cell or word that stays on one line, and of a cell that needs no wide column."""
 
 _OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|amp-patch(?![\w-]))")
-_CODE = re.compile(r"(?<=<code>)(?<!<pre><code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
+# code in a line, not a block; and the names of functions in headings
+_CODE = re.compile(r"(?<=<code>)(?<!<pre><span></span><code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
 _WORD = re.compile(r"\S+")
+# where a long word may break: not before the suffix of a file
 _JOINT = re.compile(r"(?<=[._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
 _CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"(<[^>]*>)")

@@ -16,8 +16,8 @@ WHOLE = "pre > code"
 """What shows all of its width on a large screen."""
 CONTENT = ".md-content *, .md-footer *"
 BROKEN = """
-const words = [...document.querySelectorAll(".whole")];
-return words.filter((word) => word.getClientRects().length > 1).map((word) => word.textContent);
+const words = [...document.querySelectorAll(".whole")].filter((word) => word.getClientRects().length > 1);
+return [...words, ...document.querySelectorAll("pre:has(wbr)")].map((broken) => broken.textContent.slice(0, 50));
 """
 
 pytestmark = [*needs_a_browser, pytest.mark.skipif(not MKDOCS.exists(), reason="needs .venv-docs: make docs")]
