@@ -160,8 +160,8 @@ class Variants:
 
 
 def _subtract(value: float, base: float) -> float:
-    """Return the absolute difference. 0 if both are NaN, or the same inf, as in a step that is skipped in both runs; inf
-    if only one of them is finite.
+    """Return the absolute difference. It is 0 if both are NaN, or the same inf, as in a step that both runs skip.
+    Otherwise it is inf if one of them is not finite.
     """
     if value == base or (math.isnan(value) and math.isnan(base)):
         return 0.0

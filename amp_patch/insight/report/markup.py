@@ -50,9 +50,9 @@ def join(children: Iterable[str]) -> Markup:
 
 
 def keep_words(text: str) -> Markup:
-    """Return text whose words break at no hyphen, such as options of a command and arrows.
+    """Return text in which a browser breaks no line inside a word with a hyphen, such as `--json` or `->`.
 
-    A hyphen that does not break (U+2011) would spoil a command that is copied.
+    The hyphen for this purpose, U+2011, would spoil commands that readers copy.
     """
     parts: list[str] = _HYPHENATED.split(text)
     parts[1::2] = [element("span", word, class_="word") for word in parts[1::2]]
@@ -60,7 +60,7 @@ def keep_words(text: str) -> Markup:
 
 
 def break_name(name: str) -> Markup:
-    """Return the name of a module, which may break after each dot."""
+    """Return the name of a module as text in which a browser may break the line after each dot."""
     parts: list[str] = []
     for part in name.split("."):
         parts += [".", element("wbr"), part] if parts else [part]
