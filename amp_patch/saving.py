@@ -5,6 +5,7 @@ from typing import Any
 
 from .errors import ArgumentTypeError, CheckpointError
 from .session import current as _current
+from .tables import count_of
 
 _ROUNDING = "stochastic_rounding"
 
@@ -70,7 +71,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if set(state_dict) - {_ROUNDING} != set(expected):
         raise CheckpointError(
             f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
-            f" {len(scalers)} loss scalers ({', '.join(expected)}): {_advise(state_dict)}"
+            f" {count_of(len(scalers), 'loss scaler')} ({', '.join(expected)}): {_advise(state_dict, expected)}"
         )
     before = [scaler.state_dict() for scaler in scalers]
     try:
@@ -88,8 +89,12 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _advise(state_dict: Mapping[str, Any]) -> str:
-    """Return the remedy for a state whose keys do not fit the loss scales."""
+def _advise(state_dict: Mapping[str, Any], expected: list[str]) -> str:
+    """Return the remedy for a state whose keys do not fit the loss scales, which have the keys `expected`."""
+    if set(expected) <= set(state_dict):
+        others = [str(key) for key in state_dict if key not in (*expected, _ROUNDING)]
+        if not any(other.startswith("loss_scaler") for other in others):
+            return f"pass its entries without {', '.join(others)}"
     for name, value in state_dict.items():
         if isinstance(value, Mapping) and any(str(key).startswith("loss_scaler") for key in value):
             return f"pass the entry {name!r} of this checkpoint"

@@ -121,6 +121,7 @@ IN_SESSION = [
     (lambda: amp.load_state_dict({"loss_scaler0": entry}), C, "without unskipped"),
     (lambda: amp.load_state_dict({"loss_scaler0": {"loss_scale": "x", "unskipped": 0}}), C, "to float: 'x'"),
     (lambda: amp.load_state_dict({"loss_scaler0": {}, "loss_scaler1": {}}), C, "pass the same num_losses"),
+    (lambda: amp.load_state_dict(amp.state_dict({"epoch": 1})), C, "1 loss scaler .*pass its entries without epoch"),
     (lambda: insight.explain(LOSS), T, "not Tensor: pass the function itself"),
     (lambda: insight.explain(start, steps=0), V, "steps=0 must be at least 1"),
     (lambda: insight.trace(start, on_fault="stop"), V, "on_fault='stop' is neither 'raise' nor 'record'"),
