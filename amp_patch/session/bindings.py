@@ -139,7 +139,7 @@ class Bindings:
                 names.add(name)
                 kinds.add(f"{type(module).__module__}.{type(module).__qualname__}")
         if rule.pattern is None:
-            return f"Write the class of a module.{did_you_mean(rule.chooser, kinds)}"
+            return f"Write the class of one of their modules.{did_you_mean(rule.chooser, kinds)}"
 
         names.discard("")
         hint = did_you_mean(rule.chooser, names)
