@@ -57,7 +57,7 @@ class Repair:
         is_scaled: returns whether a tensor carries the loss scale.
 
     Attributes:
-        made: the results of the ops of the forward pass, in order.
+        made: the records of the results of the forward pass, in order.
         rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op of the forward pass whose result does not fit into float32 either, and its line; "" without
             one.
@@ -117,8 +117,8 @@ class Repair:
         """If inputs of an op have twins, compute it with the twins, and note what its results need in order to fit.
 
         Args:
-            made: the records of its outputs.
-            forward: the op of the forward pass whose gradient it computes, or None.
+            made: the records of the op's outputs.
+            forward: the record of the forward result whose gradient the op computes, or None.
         """
         given = self._find_given_twins(op)
         outputs = op.floating_results()
