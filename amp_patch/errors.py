@@ -1,4 +1,4 @@
-"""The error classes that several modules of amp_patch raise, and suggestions for misspelled words in messages.
+"""Most error classes of amp_patch, and suggestions for misspelled words in messages.
 
 Each error is an `AmpError`, and most are also the builtin exception that a caller would catch, such as ValueError.
 `AmpError` itself is a `RuntimeError`, because scripts written for Apex expect that. A message names the given value,

@@ -146,7 +146,7 @@ class Tracer(Recorder):
     def _see_fault(self) -> None:
         """Mark a fault in a gradient that a forward pass under autocast computes, as by torch.autograd.grad.
 
-        End the run if the first op with a fault gives a fault again and again before any loss is scaled. The script
+        End the run if the first op with a fault gives a fault again and again before any loss goes backward. The script
         skips losses that are not finite, so it might run on for ever without a step.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
