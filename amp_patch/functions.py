@@ -1,7 +1,8 @@
 """Public functions that apply rules to the user's own functions, and functions that show what is patched.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
-dtype of others.
+dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in dictionaries and other objects
+are not cast.
 """
 
 import functools
@@ -20,7 +21,8 @@ def half_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the low dtype, and run whitelisted
     and blacklisted ops in its body in the low dtype, too.
 
-    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
+    are cast, as in Apex.
 
     Examples:
         >>> @amp.half_function
@@ -37,7 +39,8 @@ def float_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to float32, and run whitelisted and
     blacklisted ops in its body in float32, too.
 
-    Under `amp_patch.apex`, only its arguments are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
+    are cast, as in Apex.
 
     Examples:
         >>> @amp.float_function
