@@ -64,7 +64,6 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
     if casts.autocast is not None and casts.autocast.torch_lists is not None:
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.torch_lists.spellings:
-
             if (id(spelling.owner), spelling.name) not in decided:
                 yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 

@@ -68,8 +68,7 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. The arm of an `if` that a constant turns off (`if False:`) is removed.
-    """
+    """The nodes of a module, with their parents. An arm of an `if` that a constant turns off (`if 0:`) is removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Shows recordings, faults, exceptions and comparisons: in `print`, and in notebooks as tables without style."""
+"""Shows recordings, faults, exceptions and comparisons: as text in `print`, and as plain HTML tables in notebooks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -65,7 +65,11 @@ def _name_recording(recording: Recording) -> str:
 
 @display.as_html.register
 def _show_recording(recording: Recording) -> Markup:
-    """Return the runs of a comparison; else the faults of a recording, else its ops, exceptions or samples."""
+    """Return the part of a recording that a notebook shows.
+
+    This is the comparison if it has one; else its faults; else its ops and exceptions; else the samples of a flight
+    recorder, or that there is no fault.
+    """
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
     faults = recording.faults
@@ -89,7 +93,7 @@ def _show_recording(recording: Recording) -> Markup:
 
 @display.as_html.register
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
-    """Return a fault as a table of two columns, with lists as a user has to write them."""
+    """Return a fault as a table of two columns. Its remedy has the list lines that the user has to write."""
     return _show_named(entitle_fault(fault), describe_fault(fault, run))
 
 

@@ -1,4 +1,7 @@
-"""`RegionWatch`: checks whether the GradScaler and the losses of a script suit the dtypes of its autocast regions."""
+"""`RegionWatch`: checks whether the GradScaler and the losses of a script suit the dtypes of its autocast regions.
+
+A region is a block `with torch.autocast(...)`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +42,16 @@ class RegionWatch:
         self._unscaled_steps = 0  # the number of steps after such a backward pass
 
     def note_region(self, dtype: torch.dtype) -> None:
-        """Record an enabled region that begins, unless it is for an evaluation: gradients are disabled there."""
+        """Record an enabled region that begins, unless gradients are disabled, as they are in an evaluation."""
         if torch.is_grad_enabled():
             self._trained_dtypes.add(dtype)
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, walk through the graph of its loss, if a region began since the last step."""
+        """Before a backward pass, look for misuses in the graph of its loss, if a region began since the last step.
+
+        `_MOST_WALKS` limits how many graphs are looked at.
+        """
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
             return

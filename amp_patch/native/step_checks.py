@@ -1,4 +1,7 @@
-"""`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes."""
+"""`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes.
+
+A `Takeover` changes regions of an unmodified script, which are blocks `with torch.autocast(...)`.
+"""
 
 import sys
 from collections.abc import Callable
@@ -42,7 +45,7 @@ class StepChecks:
         self._steps_before_session = 0
         # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_bfloat16_region = False  # a region began whose dtype, bfloat16, needs no loss scale
+        self._has_bfloat16_region = False  # a region began in bfloat16, which needs no loss scale
 
     @property
     def is_waiting(self) -> bool:

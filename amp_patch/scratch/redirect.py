@@ -70,6 +70,8 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
     raises NotRedirectedError if Python reports it to audit hooks.
 
     Args:
+        root: the folder of the run.
+        shared: folders in which the script reads and writes the real files.
         inductor_cache: the folder for the cache of torch.compile, which would otherwise be among the temporary files.
 
     Returns the function that undoes the redirection.

@@ -15,7 +15,7 @@ class Stats:
 
     Attributes:
         opt_level: the level, or None without a session.
-        low_dtype: the 16-bit dtype of the level. None without one, or without a session.
+        low_dtype: the 16-bit dtype of the level. None at a level without one, or without a session.
         names_patched: the number of names that hold a replacement, such as `torch.matmul`, and of references to the
             same functions in other modules and models.
         parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of

@@ -20,33 +20,34 @@ _AVERAGES = (
     *("sum", "variance"),
 )
 """Running averages and sums. They are rounded stochastically, because a step may change them by less than half the
-spacing of bfloat16, which is at least 2**-9 of a value: with beta2 = 0.999, an average of squares shrinks by 2**-10.
-Rounded to nearest, such an average would stand still.
+spacing of bfloat16. Half the spacing is at least 2**-9 of a value; with beta2 = 0.999, an average of squares shrinks by
+2**-10 of it. Rounded to nearest, such an average would stand still.
 """
 
 _OTHERS = ("max_exp_avg_sq", "prev", "step_size")
 """States that a step replaces, or multiplies by a factor that bfloat16 can tell from 1. They are rounded to nearest."""
 
 _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
-"""All these names, numbered."""
+"""The names in both tables, numbered."""
 
-# Not in either: counters and products of decays, which are single numbers; rows and columns of Adafactor, which are
+# In neither table: counters and products of decays, which are single numbers; rows and columns of Adafactor, which are
 # small; and the averaged weights of ASGD, of which the script wants all bits.
 
 _ALIGNMENT = 16
-"""Elements of float32 in a line of the cache."""
+"""The number of float32 elements in a cache line of a CPU (64 bytes)."""
 
 
 class Bfloat16States:
     """The bfloat16 states of one optimizer.
 
     A state is kept as bfloat16 if its name is in one of the tables above, and it is a dense float32 tensor of the shape
-    of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32.
+    of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32. A state
+    is *open* while it is float32, during a step.
 
     Args:
-        optimizer: held by a weak reference.
-        groups: of the optimizer.
-        rounding: shared by all optimizers of the session.
+        optimizer: the optimizer, held by a weak reference.
+        groups: its parameter groups.
+        rounding: the stochastic rounding, shared by all optimizers of the session.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Groups, rounding: StochasticRounding) -> None:
@@ -90,7 +91,7 @@ class Bfloat16States:
     def open(self, parameters: Iterable[Any], *, is_private: bool = False) -> None:
         """Replace the bfloat16 states of parameters by their float32 values.
 
-        `is_private`: nobody but an optimizer uses the values, before they are closed.
+        `is_private`: whether nobody but an optimizer uses these values until `close`.
         """
         states = self._get_states()
         opened: list[tuple[dict[str, Any], str]] = []
@@ -134,7 +135,7 @@ class Bfloat16States:
         self._rounding.end_step()
 
     def open_all(self) -> None:
-        """Replace all bfloat16 states by their float32 values, which stay."""
+        """Replace all bfloat16 states by their float32 values, and free the bfloat16 tensors."""
         self.open(self._get_states())
         self._kept.clear()
 
