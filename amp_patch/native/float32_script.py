@@ -181,11 +181,7 @@ class Float32Script(events.Watcher):
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """End the mode after `STEPS` steps, unless it is still needed.
-
-        It is needed if it has widened a tensor since the first step, or if the script compiles code and asks for 16
-        bits: then the code must stay uncompiled.
-        """
+        """End the mode after `STEPS` steps, unless it widened a tensor after the first, or keeps code uncompiled."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
@@ -264,10 +260,8 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of `torch.compile`. It makes code run uncompiled while the mode is on.
-
-        Neither the mode nor the patched methods work in compiled code.
-        """
+        """Return the replacement of `torch.compile`, which makes code run uncompiled while the mode is on."""
+        # neither the mode nor the patched methods work in compiled code
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -279,10 +273,7 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of torch's function that makes tensors from a file or another process.
-
-        It makes the tensor in the stored dtype, and then widens it.
-        """
+        """Return the replacement of torch's function that makes tensors from a file or a process: it widens them."""
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -344,10 +335,7 @@ class Float32Script(events.Watcher):
         return result
 
     def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], requested: torch.dtype) -> Any:
-        """Call `tensor.view(requested)`, and widen a 16-bit result.
-
-        If the script wants to read the bits of a tensor that was widened, note that they are gone.
-        """
+        """Call `tensor.view(requested)`: widen a 16-bit result, or note that the bits to read are gone by widening."""
         if requested not in LOW_DTYPES:
             if self.asked.find(args[0]) in LOW_DTYPES:
                 self.not_widened["the bits of a 16-bit tensor, which Tensor.view shows as whole numbers"] = None
@@ -491,7 +479,7 @@ def _is_random(function: Any, name: str) -> bool:
 
 
 def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
-    """Return `values` with `low` in place of `target`."""
+
     return [low if value is target else value for value in values]
 
 
