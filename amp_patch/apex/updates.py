@@ -11,8 +11,8 @@ they change nothing. No function waits for the device, with one exception: if no
 `adam_` read the flag on the host, and `adam_` reads a `step` that is a tensor.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
-b1 and b2 betas, |x| the L2 norm of a tensor. A hat (m^) means that the bias is corrected, if `corrects_bias` is true:
-m^ = m / (1 - b1^step).
+b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
+m^ = m / (1 - b1^step), v^ = v / (1 - b2^step).
 """
 
 __role__ = "optimizer"  # the role of this code in reports; `insight/sites.py` lists the roles

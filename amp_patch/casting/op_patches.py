@@ -261,7 +261,7 @@ def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
     """Yield patches for autograd functions and modules whose `forward` is decorated with
-    `torch.amp.custom_fwd(cast_inputs=...)`.
+    `torch.amp.custom_fwd(cast_inputs=...)` for the device type of the session.
 
     As under torch.autocast, their inputs are cast to `cast_inputs`, and their bodies run without casts. Patches of the
     decorators `custom_fwd` and `custom_bwd` do the same for functions that are decorated during the session.

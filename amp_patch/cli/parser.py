@@ -20,7 +20,7 @@ _PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
 def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
     """Return one form of a usage text as lines of at most `width` characters.
 
-    A part in brackets, or a word, that is longer than a line is not split.
+    A part in brackets stays on one line, even if the line becomes longer, and so does a word.
     """
     lines: list[str] = []
     line = ""

@@ -187,7 +187,7 @@ def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
 
 
 def get_name_of_op(name: str) -> str:
-    """Return the name of the op for the name of its in-place twin: `exp` for `exp_`. Return any other name as it is."""
+    """Return the name of the op for the name of its in-place twin (see `is_inplace`): `exp` for `exp_` or `exp_out`."""
     if name == SET_ITEM:
         name = "index_put_"
     return name.removesuffix("_").removesuffix("_out")

@@ -20,7 +20,7 @@ from .tree import function_of, text_of
     """,
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     # without a call such as torch.save, the state may serve another purpose than a checkpoint
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_amp(script, "state_dict")
@@ -42,7 +42,7 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_amp(script, "load_state_dict")
     if call is not None:
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
@@ -123,7 +123,7 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
     """,
 )
 def saves_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_scaler(script, "state_dict")
         if call is not None:
@@ -156,7 +156,7 @@ def saves_without_scaler(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_scaler(script, "load_state_dict")
     if call is not None:
         message = "the optimizer's state is loaded but not the GradScaler's: the run skips steps until its scale fits"

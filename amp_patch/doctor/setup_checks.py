@@ -23,7 +23,7 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
     """,
 )
 def models_moved_late(script: Script) -> Iterator[Fault]:
-    """`initialize` prepares casts for the device of the model. `scale_loss` refuses a loss on another device."""
+    """`initialize` prepares casts for the type of the model's device. `scale_loss` refuses a loss on any other type."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
         return  # models are made on the default device, so a later move changes nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]

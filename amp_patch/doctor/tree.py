@@ -123,7 +123,7 @@ class Tree:
         return self.tree
 
     def is_in_loop(self, node: ast.AST) -> bool:
-        """Return whether a node is in the body of a loop, in the same function or class."""
+        """Return whether a node is in the body of a loop that is in the same function or class as the node."""
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False

@@ -100,7 +100,9 @@ class FaultFinder:
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
         self.gradients = GradientWatch(self.findings)
-        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: the largest by module
+        self.peaks: dict[
+            tuple[str, str, str], dict[str, float]
+        ] = {}  # by site, op and dtype: the largest magnitude by module
         self._recent = Recent()
         self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
@@ -120,7 +122,7 @@ class FaultFinder:
         self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of an op, with copies of the tensors that the op changes in place."""
+        """Return the arguments of an op, with copies of the tensors that the op reads and then changes in place."""
         written = overload.written
         # Foreach and fused ops (`is_in_bulk`) are never computed a second time, so they need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
@@ -284,7 +286,7 @@ class FaultFinder:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, given: _Input) -> bool:
-        """Return whether a tensor that came in is infinite on purpose: a mask or a constant."""
+        """Return whether a tensor that came in seems to be infinite on purpose: a mask or a constant."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]

@@ -40,7 +40,7 @@ class ModuleStack:
         ]
 
     def close(self) -> None:
-        """Remove the hooks. Harmless twice."""
+        """Remove the hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
 

@@ -136,14 +136,14 @@ class _Mode(TorchFunctionMode):
         return self._watch.call_unlisted(func, args, kwargs or {})
 
     def enter(self) -> None:
-        """Turn the mode on in this thread. Harmless twice."""
-        # A hook that was removed while torch calls hooks may still come here.
+        """Turn the mode on in this thread. A second call does nothing."""
+        # torch may still call a hook that was removed while it went through its hooks
         if not self.is_entered and self._watch.is_on:
             self.is_entered = True
             super().__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Turn the mode off. Harmless twice."""
+        """Turn the mode off. A second call does nothing."""
         if self.is_entered:
             self.is_entered = False
             leave_function_mode(self)

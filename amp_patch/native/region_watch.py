@@ -23,8 +23,8 @@ _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
-"""The largest number of nodes that are visited in a graph, and the number of graphs that are visited: a walk through a
-large graph takes milliseconds, and a script computes the same losses in each step.
+"""The largest number of nodes that are visited in a graph, and the largest number of graphs. A walk through a large
+graph takes milliseconds, and a script computes the same losses in each step.
 """
 
 

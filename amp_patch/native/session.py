@@ -243,8 +243,9 @@ class NativeSession(Session):
         return id(optimizer) in self._skipped
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the `found_inf` flags of the script's GradScaler, and True: any of them skips the optimizer's step.
-        Return no flags and False unless GradScaler.step is under way.
+        """Return the `found_inf` flags of the GradScaler that steps an optimizer, and whether a flag skips the step.
+
+        While GradScaler.step runs, any of its flags skips the step. Otherwise, return an empty list and False.
         """
         for shown in self.scalers:
             if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):

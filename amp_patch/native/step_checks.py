@@ -69,15 +69,19 @@ class StepChecks:
         self._has_mixed_precision = True
 
     def needs_scaler(self, *, is_scaling: bool) -> bool:
-        """Return whether the step that begins follows a bfloat16 region without a loss scale. If the region ran in
-        float16 instead, it would need one.
+        """Return whether the step that begins follows a bfloat16 region without a loss scale.
+
+        Such a step would need a loss scale if the region ran in float16 instead.
         """
         return self._has_bfloat16_region and not is_scaling
 
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step whose region cannot run with the changes.
 
+        At the first step that waits for a region, call `on_plain_step`.
+
         Args:
+            level: the name of the level, or None without one.
             low: the dtype of the level, or None without a session or a level.
             is_changing: whether the takeover changes anything.
             is_scaling: whether an enabled GradScaler takes the step.

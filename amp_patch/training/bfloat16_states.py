@@ -54,11 +54,12 @@ class Bfloat16States:
         self._optimizer = weakref.ref(optimizer)
         self._rounding = rounding
         self._groups = groups
-        self._positions: dict[int, int] = {}  # of the first element of each parameter, by the parameter's id
+        self._positions: dict[int, int] = {}  # where each parameter's elements begin, by its id
         self._size = 0  # the number of elements of all parameters
         # bfloat16 tensors whose values are in float32 at present, by the parameter's id and the name of the state
         self._kept: dict[tuple[int, str], Tensor] = {}
-        self._memory: Tensor | None = None  # of open states on a CPU; taken once for a step, because it costs much time
+        # memory for open states on a CPU; taken only once for a step, because fresh memory costs much time
+        self._memory: Tensor | None = None
         self._is_memory_used = False
 
     def begin_step(self) -> None:
@@ -115,7 +116,7 @@ class Bfloat16States:
             state[name] = value
 
     def _take_memory(self, sources: list[Tensor]) -> list[Tensor]:
-        """Return float32 tensors in the layouts of other tensors, in memory that is used for each part of a step."""
+        """Return float32 tensors in the layouts of other tensors, in memory that all parts of a step use in turn."""
         starts = [0]
         for source in sources:
             starts.append(starts[-1] + source.numel() + -source.numel() % _ALIGNMENT)
@@ -191,7 +192,7 @@ class _Row(NamedTuple):
     Attributes:
         state: all states of its parameter, by name.
         kept: the bfloat16 tensor that gets the value, of the same shape and strides.
-        position: of its first element among all states that the optimizer may have.
+        position: the position of its first element among the elements of all states that the optimizer may have.
     """
 
     state: dict[str, Any]

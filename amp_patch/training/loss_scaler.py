@@ -181,7 +181,7 @@ class LossScaler:
         self.awaits_backward &= not self.is_identity
 
     def pack_state(self, device: torch.device) -> Tensor:
-        """Return the state as one float32 tensor of shape (3,): scale, good steps since it changed, overflows left."""
+        """Return the state as one float32 tensor of shape (3,): the scale, the good steps, and the overflows left."""
         state = (self.scale, self._good_steps, self._overflows_left)
         return torch.stack([value.to(device, torch.float32) for value in state])
 
@@ -193,8 +193,9 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. Waits for the device.
 
-        `unskipped` is the number of good steps since the scale changed. With a `hysteresis` above 1, the dict also
-        holds `hysteresis_tracker`, the number of overflows left until the scale backs off.
+        `unskipped` is the number of good steps since the last overflow or growth; of a static scale, the number of all
+        steps. With a `hysteresis` above 1, the dict also holds `hysteresis_tracker`: the number of overflows left until
+        the scale backs off.
         """
         scale, good_steps, overflows_left = self._next_state()
         state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}

@@ -182,7 +182,10 @@ class Masters:
         return values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy values to the master of a parameter, or keep the values of a buffer, before torch rounds them."""
+        """Copy values to the master of a parameter, or keep them for a buffer that was cast, before torch rounds them.
+
+        Do nothing for any other tensor.
+        """
         master = self.get(tensor)
         if master is not None:
             self.open([master])

@@ -5,8 +5,8 @@ may replace a script's level by any of amp_patch's.) The op list is `lists/apex.
 `binary_cross_entropy`. Messages are printed on stdout.
 
 Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may
-be called again. A later call with the same options adds its models. A later call with other options ends the first
-session: earlier models become float32 again.
+be called again. A later call with the same options adds its models and optimizers, and starts the loss scales anew. A
+later call with other options ends the first session: earlier models become float32 again.
 """
 
 import collections

@@ -28,9 +28,9 @@ class FP16_Optimizer(_FP16Optimizer):
     Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of steps so far, including skipped steps. After loading a state dict without this entry,
-            the count begins with the scaler's number of good steps.
-        last_overflow_iter: the value of `cur_iter` at the last step that overflowed; -1 if none has.
+        cur_iter: the number of steps with gradients so far, including skipped steps. After loading a state dict without
+            this entry, the count begins with the scaler's number of good steps.
+        last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}

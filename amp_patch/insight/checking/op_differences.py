@@ -1,9 +1,9 @@
 """`find_differences`: the ops on which two runs differ. Moved lines and renamed modules are no differences.
 
 Ops are compared module by module. First, each module of one run gets a partner in the other (see `_match_modules`).
-Calls without an equal call in the partner are compared a second time, as if all of them were in one module, because a
-module may have been split, or joined with another. Calls on one line are compared before calls on two (see
-`match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
+Calls without a partner there are compared a second time, as if all of them were in one module, because a module may
+have been split, or joined with another. Calls on the same line of the script are compared before calls on different
+lines (see `match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
 """
 
 import difflib

@@ -131,7 +131,7 @@ class CurveProbe(Probe):
         self._step_started = self._read_clock()
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         self._pending.clear()
         self._batch_counter.stop()
 
@@ -162,7 +162,7 @@ class _BatchCounter:
             self._handle = register_module_forward_pre_hook(self._count)
 
     def stop(self) -> None:
-        """Stop counting. Harmless twice."""
+        """Stop counting. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -354,7 +354,7 @@ class LayerProbe(Probe):
         self._handles, self._names = [], {}
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         self._unhook()
         self._ops.stop()
         self._stop_meter()

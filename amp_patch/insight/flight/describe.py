@@ -160,7 +160,7 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
 
 
 def _describe_headroom(records: Iterable[FlightRecord]) -> str:
-    """Return the largest output of the last samples, beside the end of float16; "" without float16 outputs."""
+    """Return the largest output of the last samples, beside the end of float16; "" without finite float16 outputs."""
     outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
     finite = [record for record in outputs if math.isfinite(record.largest[-1])]
     if not finite:
