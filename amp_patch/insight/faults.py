@@ -57,8 +57,8 @@ class _Output(NamedTuple):
 
     Attributes:
         op, position: the op, and the position of the result among its floating results.
-        tensor, written: the result, and its record.
-        forward: the op of the forward pass whose gradient this is part of; None if unknown.
+        tensor, written: the result, and the record that the op wrote it.
+        forward: the record of the op of the forward pass whose gradient this is part of; None if unknown.
     """
 
     op: Op
@@ -81,6 +81,11 @@ class FaultFinder:
         ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
+
+    Attributes:
+        step: the number of the step.
+        faults: the faults so far, in the order in which they were found.
+        peaks: the largest magnitudes of 16-bit outputs in this step: by site, op and dtype, and then by module.
     """
 
     def __init__(
@@ -100,9 +105,7 @@ class FaultFinder:
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
         self.gradients = GradientWatch(self.findings)
-        self.peaks: dict[
-            tuple[str, str, str], dict[str, float]
-        ] = {}  # by site, op and dtype: the largest magnitude by module
+        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}
         self._recent = Recent()
         self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
@@ -124,7 +127,8 @@ class FaultFinder:
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of an op, with copies of the tensors that the op reads and then changes in place."""
         written = overload.written
-        # Foreach and fused ops (`is_in_bulk`) are never computed a second time, so they need no copies.
+        # Foreach and fused ops, and ops that are not of aten (`is_in_bulk`), are never computed a second time, so they
+        # need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
         # An input that is a view of a written tensor changes with it, so it is copied as well.

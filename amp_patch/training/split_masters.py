@@ -104,8 +104,8 @@ class LowHalf:
         has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master, so that nobody else can hold its values.
-        is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
-            version counter), or it is being written.
+        is_marked: whether the open master counts as edited, whatever its version counter says: a step has opened it, an
+            optimizer has changed it (fused optimizers raise no version counter), or it is being written.
     """
 
     def __init__(self, parameter: Tensor, low: Tensor) -> None:
@@ -138,7 +138,7 @@ class LowHalf:
         self._alias = None
 
     def keep_written(self, written: Tensor) -> None:
-        """Keep a copy of the parameter, as it is now."""
+        """Keep `written`, a copy of the parameter as it is now."""
         self.record_parameter()
         self.has_edits = False
         self.written = written
@@ -148,13 +148,13 @@ class LowHalf:
         self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
-        """Return whether the open master has changed since it was recorded."""
+        """Return whether the open master has changed since it was recorded, or counts as edited (`is_marked`)."""
         if self.is_marked or self._alias is None:
             return True
         return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has changed since it was recorded."""
+        """Return whether the parameter has changed since it was recorded. False if nothing is recorded."""
         if self._parameter_alias is None:
             return False
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
