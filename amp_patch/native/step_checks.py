@@ -22,14 +22,15 @@ class StepChecks:
     it has trained another model in float32. `check_end` raises the error if the script ends without a region.
 
     Args:
-        needs_region: whether the changes have an effect inside regions only.
+        needs_region: whether nothing is to happen before the script uses mixed precision, usually because the changes
+            act in regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
         on_plain_step: called with a line of text at the first step that the script takes without mixed precision, if
             the changes need a region.
 
     Attributes:
-        called_at: the line that first called a model, such as `train.py:12`. "" if `Takeover` has seen no call: it
-            follows them only if it has `everywhere` or module rules, and after `Takeover.watch`.
+        called_at: the line that first called a model, such as `train.py:12`; "" if no call was seen. `Takeover` sees
+            calls if it has `everywhere` or module rules, and between `Takeover.watch` and its end.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ UPDATES = 4
 class CurveProbe(Probe):
     """Records the loss, the smallest loss scale and the time of each step, and counts batches.
 
-    The loss of a step is the mean of the losses that `scale_loss` was given. The time runs from the end of a step to
-    the end of the next, with all that the script does in between. On a CPU it is CPU time, which other load affects
-    less. The probe waits for the device once a step.
+    The loss of a step is the mean of the losses that went backward in it. The time of a step begins when the step
+    before it has ended, so it includes all that the script does in between. On a CPU it is CPU time, which other load
+    affects less. The probe waits for the device once a step.
 
     Args:
         steps: the number of steps to watch.
