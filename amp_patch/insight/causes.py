@@ -180,7 +180,7 @@ class _Precision(Diagnosis):
 
 
 class _Mathematics(Diagnosis):
-    """float32 does not hold the result either, as far as is known: some ops cannot be computed in float32."""
+    """float32 does not hold the result either, or this is not known, because torch cannot run the op in float32."""
 
     cause = Cause.MATHEMATICS
 
@@ -188,10 +188,17 @@ class _Mathematics(Diagnosis):
         return True
 
     def describe(self, fault: FaultRecord) -> str:
-        return f"not finite in float32 either ({_format_share(fault)}{_format_inputs(fault)})"
+        evidence = f"{_format_share(fault)}{_format_inputs(fault)}"
+        if fault.evidence.is_untested:
+            return f"{evidence}; torch cannot run this op in float32, so it is not known whether float32 holds them"
+        return f"not finite in float32 either ({evidence})"
 
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        return advise_script(f"look at the arguments of {fault.origin.op or 'the op'}: no list and no loss scale helps")
+        call = fault.origin.op or "the op"
+        if fault.evidence.is_untested:
+            scale = ", or a smaller loss scale" if fault.is_in_backward and fault.evidence.loss_scale != 1 else ""
+            return advise_script(f"look at the arguments of {call}; try it on .float() inputs{scale}")
+        return advise_script(f"look at the arguments of {call}: no list and no loss scale helps")
 
 
 DIAGNOSES: tuple[Diagnosis, ...] = (_CameIn(), _Divergence(), _Step(), _Precision(), _Mathematics())

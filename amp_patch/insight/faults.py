@@ -356,6 +356,7 @@ class FaultFinder:
             in_float32=in_float32,
             lost=blame.lost,
             is_of_rounding=bool(blame.wanted),
+            is_untested=is_low and blame.exact is None and _compute_exact(output) is None,
         )
         self._enter(written, fault)
 
@@ -416,6 +417,7 @@ class FaultFinder:
         share: float | None = None,
         lost: float | None = None,
         is_of_rounding: bool = False,
+        is_untested: bool = False,
         parameter: str = "",
         came_in: bool = False,
     ) -> FaultRecord:
@@ -447,6 +449,7 @@ class FaultFinder:
             loss_scale=1.0 if is_unscaled else self._get_scale(),
             trail=tuple(find_trail(written)),
             is_of_rounding=is_of_rounding,
+            is_untested=is_untested,
             lost=lost,
         )
         fault = FaultRecord(self.step, Phase(call.phase), value, Cause.MATHEMATICS, origin=origin, evidence=evidence)
