@@ -1,4 +1,4 @@
-"""Casts the arguments of listed ops: wrappers around the ops, the switch for them, and the cache of low weights."""
+"""Casts the arguments of listed ops: wrappers around the ops, the switch for them, and the cache of 16-bit weights."""
 
 __role__ = "cast"  # the role of this code in reports; `insight/sites.py` lists the roles
 

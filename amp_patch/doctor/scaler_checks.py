@@ -47,7 +47,7 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
 
 
 def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `scaler.step` uses the gradients of a loss that is not scaled, in every run with a scale."""
+    """Return whether `scaler.step` uses the gradients of an unscaled loss in every run whose GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_be_without_scale(loss, step) or flow.may_be_without_scale(step, loss):
@@ -95,7 +95,7 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
 
 
 def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `optimizer.step()` uses the gradients of a scaled loss, in every run with a scale."""
+    """Return whether `optimizer.step()` uses gradients of a scaled loss in every run whose GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):

@@ -22,7 +22,7 @@ ROWS = 200
 
 @display.as_text.register
 def _format_recording(recording: Recording) -> str:
-    """Return a recording as the command that makes it prints it."""
+    """Return a recording as text, in the form in which `amp-patch compare`, `explain` or `trace` prints it."""
     if recording.of(ComparisonRecord):
         return format_comparison(Summary(recording))
     if recording.ops:
@@ -116,7 +116,7 @@ def _show_named(title: str, lines: Iterable[tuple[str, str]]) -> Markup:
 
 @display.as_html.register
 def show_comparison(summary: Summary) -> Markup:
-    """Return a row for each run, and the footnotes."""
+    """Return a comparison as a table with a row for each run, and its footnotes."""
     columns, rows = tabulate(summary.rows())
     table = _table(columns, [[cell.text for cell in row] for row in rows])
     return join([element("p", heading(summary)), table, _list(list(footnotes(summary)))])

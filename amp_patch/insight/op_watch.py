@@ -106,7 +106,10 @@ class OpWatch:
     def call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None = None
     ) -> Any:
-        """Make a call: by `on_call`, or directly while `is_busy`, in other threads and in backward passes."""
+        """Make a call by `on_call`.
+
+        Make it directly if not `is_on` or if `is_busy`, in other threads, and in backward passes.
+        """
         if not self.is_on or self.is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if get_current_node() is not None:  # the backward pass, or a checkpoint in it

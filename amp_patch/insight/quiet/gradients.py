@@ -52,7 +52,7 @@ class GradientWatch:
                 return
 
     def check_step(self, parameters: Sequence[Tensor], name: Callable[[list[Tensor]], list[str]]) -> None:
-        """Report the gradients of an optimizer that is about to step, if many are zero and an op has lost some.
+        """Report the gradients of an optimizer that is about to step, if many are zero and an op lost its gradients.
 
         Args:
             parameters: the parameters of the optimizer.
