@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import LOW_DTYPES
-from ..multi_tensor import Group, clone, copy_, eq, group, where
+from ..multi_tensor import Group, clone, copy_, eq, group, isnan, where
 from ..reporting import warn
 from ..torch_private import get_version
 from .split_masters import SplitMasters, open_masters
@@ -368,7 +368,7 @@ class Masters:
             values = where(_equals_rounded(parameter, edit.before), edit.before, values)
             values = where(_equals_rounded(parameter, edit.after), edit.after, values)
             # an element that the script has written to the master meanwhile, through `master.data`, wins
-            is_unwritten = eq(master, edit.after)
+            is_unwritten = where(isnan(edit.after), isnan(master), eq(master, edit.after))
             values = where(is_unwritten, values, master)
             before = where(is_unwritten, edit.before, master)
             copy_([([master], [values])])
