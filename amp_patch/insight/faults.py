@@ -361,10 +361,9 @@ class FaultFinder:
         self._enter(written, fault)
 
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
-        """Compute an op in float32 if it ran in 16 bits. If that is not finite, undo the rounding of earlier ops, too.
+        """Return the rounding to blame for an output: of its op, if that ran in 16 bits, or else of earlier ops.
 
-        `exact` of the result is None if no inf or NaN of the output is finite in float32, or if the op cannot be
-        computed in float32.
+        `exact` is None if no inf or NaN of the output is finite in float32, or if the op cannot be computed in float32.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):

@@ -79,7 +79,7 @@ class StepChecks:
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step whose region cannot run with the changes.
 
-        At the first step that waits for a region, call `on_plain_step`.
+        If the changes need a region, call `on_plain_step` at the first step without mixed precision.
 
         Args:
             level: the name of the level, or None without one.

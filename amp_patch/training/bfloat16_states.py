@@ -21,7 +21,7 @@ _AVERAGES = (
 )
 """Running averages and sums. They are rounded stochastically, because a step may change them by less than half the
 spacing of bfloat16. Half the spacing is at least 2**-9 of a value; with beta2 = 0.999, an average of squares shrinks by
-2**-10 of it. Rounded to nearest, such an average would stand still.
+2**-10 of its value. Rounded to nearest, such an average would stand still.
 """
 
 _OTHERS = ("max_exp_avg_sq", "prev", "step_size")

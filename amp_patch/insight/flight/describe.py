@@ -48,7 +48,8 @@ class Grown:
     Attributes:
         record: its samples.
         growth: the fit to the samples.
-        ends_in: in how many steps it will pass the largest number of its dtype; None if that is not in sight.
+        ends_in: in how many steps it will pass the largest number of its dtype; 0 if it has, None if that is not in
+            sight.
     """
 
     record: FlightRecord
