@@ -124,8 +124,8 @@ def _adds_to_part(node: ast.AST) -> bool:
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
     """Return whether the loops around an addition add to each element once, as `for i in range(n): x[i] += y` does.
 
-    They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because each
-    iteration makes a new tensor.
+    They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because
+    each iteration makes a new tensor.
     """
     index_names = set[str]()
     for part in ast.walk(node):
