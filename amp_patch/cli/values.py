@@ -104,5 +104,6 @@ def steps(text: str) -> tuple[int, int]:
         return int(text), int(text) + 1
     first, _, last = text.partition(":")
     if not first.isdecimal() or not last.isdecimal() or int(last) <= int(first):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: write 1:3 for steps 1 and 2, or 1 for one")
+        problem = f"{text!r} is not a range of steps"
+        raise argparse.ArgumentTypeError(f"{problem}: write 1:3 for steps 1 and 2, or 1 for step 1 alone")
     return int(first), int(last)

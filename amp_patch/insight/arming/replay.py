@@ -96,7 +96,7 @@ class Replay:
         if self._tape.is_too_long:
             return "the step has too many calls outside of modules to be kept"
         if not models:
-            return "the step has called no model that could be followed"
+            return "the step called no model that could be followed"
         for call in self._tape.calls:
             if call.obstacle:
                 return call.obstacle
@@ -146,7 +146,7 @@ class Replay:
         if isinstance(named, Made):
             results = self._results.get(id(named.call), [])
             if named.position >= len(results):
-                raise RuntimeError("a call has returned other tensors than the first time")
+                raise RuntimeError("a call returned other tensors than the first time")
             return results[named.position]
         tensor = named.tensor
         if read_version(tensor) != named.version:
@@ -223,7 +223,7 @@ class Replay:
                 continue
             if not _are_equal(first, result):
                 name = type(call.function).__name__ if call.kind is Kind.MODEL else call.function.__name__
-                self._note(f"{name} has given other values than the first time")
+                self._note(f"{name} returned other values than the first time")
                 return
 
     def _note(self, difference: str) -> None:
