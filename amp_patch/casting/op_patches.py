@@ -3,6 +3,8 @@
 `plan_ops` plans a patch for each *spelling* of a listed op (`torch.exp`, `Tensor.exp`, ...), and for each function that
 the user registered. `DeferredOps` patches ops whose package is imported later. The functions at the end make
 replacements of torch's functions that run, record or compile ops, such as checkpoints and tracers.
+
+A *region* is a part of a thread's run in which one `Mode` says how patched ops cast. In the mode OFF, no op casts.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 A value fits if it is finite. If the result of an op does not fit, the inputs are read. If they are finite, the fault is
 in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed through the
-storages that ops write, so that each fault is reported once. If the user asks for it (`underflow`), many zeros that
-16 bits have made are a fault, too.
+storages that ops write, so that each fault is reported once. From a fault on, `Repair` computes the rest of the step as
+if float32 had been used. If the user asks for it (`underflow`), many zeros that 16 bits have made are a fault, too.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Lists the patches of torch that a session makes beside those of ops.
+"""Lists the patches of torch that a session makes besides the patches of ops.
 
 `installer.py` also makes changes that replace no function, such as hooks after optimizer steps and the property
 `Optimizer.step_was_skipped`. `checkpoints.py` patches the helpers of torch.distributed.checkpoint once they are

@@ -41,8 +41,10 @@ class Bfloat16States:
     """The bfloat16 states of one optimizer.
 
     A state is kept as bfloat16 if its name is in one of the tables above, and it is a dense float32 tensor of the shape
-    of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32. A state
-    is *open* while it is float32, during a step.
+    of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32.
+
+    A state is *open* while it is float32, during a step. A step runs in parts (`step_parts`), and each part opens only
+    the states of its own parameters.
 
     Args:
         optimizer: the optimizer, held by a weak reference.

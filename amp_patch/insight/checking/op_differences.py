@@ -26,8 +26,8 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 class Moved(NamedTuple):
     """Calls of an op in the first run, and the corresponding calls in the second, in other dtypes or by another rule.
 
-    In `OpDifferences.changed`, the two differ in their constants. There, the `constants` of each are only those that
-    the other lacks.
+    In `OpDifferences.changed`, the two differ in their constants: numbers and words among the arguments. There, the
+    `constants` of each are only those that the other lacks.
     """
 
     before: ContractOp
