@@ -36,8 +36,8 @@ class RegionWatch:
         self._trained_dtypes = set[torch.dtype]()  # of the regions so far in which gradients were enabled
         self._is_after_region = False  # whether such a region began since the last step
         self._walks_left = _MOST_WALKS
-        # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss seems not
-        # to be multiplied by a scale. "" if there was none.
+        # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss nothing
+        # seems to have multiplied by a scale. "" if there was none.
         self._unscaled_at = ""
         self._unscaled_steps = 0  # the number of steps after such a backward pass
 

@@ -46,7 +46,7 @@ class StepChecks:
         self._steps_before_session = 0
         # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_bfloat16_region = False  # a region began in bfloat16, which needs no loss scale
+        self._has_bfloat16_region = False  # a region began in bfloat16, or another dtype without a loss scale
 
     @property
     def is_waiting(self) -> bool:

@@ -1,4 +1,7 @@
-"""`redirect`: makes this process, and the processes that it forks, write to the folder of a run."""
+"""`redirect`: makes this process, and the processes that it forks, write to the folder of a run.
+
+A command such as `amp-patch compare` runs a script several times. Each of these runs has a folder of its own.
+"""
 
 import contextlib
 import errno
