@@ -21,7 +21,7 @@ class Stats:
         parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of
             float32. Tied weights count once.
         steps: the number of steps that all optimizers that are still alive have taken together. In a session of
-            `amp_patch.native`, which is opened by the script's first region, optimizers that were freed count, too.
+            `amp_patch.native`, optimizers that were freed count, too.
         steps_skipped: the number of steps that these optimizers have skipped.
         loss_scales: the scale of each loss, in the order of `loss_id`.
     """
