@@ -104,6 +104,7 @@ class Masters:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
         is_compiled: whether a model runs in compiled code, which does not call `sync` before its forward pass.
+        is_paused: whether forward passes call no `sync`: the calls of a step are repeated, and may edit copies of weights.
     """
 
     def __init__(self) -> None:
@@ -119,6 +120,7 @@ class Masters:
         self._split = SplitMasters()
         self.has_warned_of_copy = False
         self.is_compiled = False
+        self.is_paused = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""

@@ -247,7 +247,8 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Context manager around a repetition: restore gradients, buffers, attributes of modules, and random numbers after.
 
-    In the block, gradients start as None, buffers are copies, no watcher gets events, and nothing is compiled.
+    In the block, gradients start as None, buffers are copies, masters take no edits of weights, no watcher gets events,
+    and nothing is compiled.
     """
     modules = {id(module): module for model in models for module in model.modules()}
     states = [ModuleState(module, copies=False) for module in modules.values()]
@@ -259,6 +260,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
         undo.callback(session.drop_casts)
         if compiling.is_dynamo_imported():
             undo.callback(compiling.run_eagerly())
+        undo.callback(setattr, session.bindings.masters, "is_paused", False)
         undo.callback(events.watchers.__setitem__, slice(None), watchers)
         undo.callback(random.restore)
         for holder, gradient in gradients:
@@ -268,6 +270,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
         for weight in _find_renormed(modules.values()):
             undo.callback(setattr, weight, "data", weight.data)
             weight.data = weight.data.clone()
+        session.bindings.masters.is_paused = True
         events.watchers.clear()
         for holder in holders:
             holder.grad = None
