@@ -69,7 +69,7 @@ def _show(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -
 def _show_rules(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -> Iterator[str]:
     """Yield each rule with its entries.
 
-    After `except` come the spellings that an entry names, but that another entry, of a later file, decides.
+    A row ends with `except` and the spellings that its entry names, but that an entry of a later file decides.
     """
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:

@@ -24,8 +24,8 @@ class Ruling:
             write in place, it may differ from the rule of the entry.
         entry: the entry that puts them under a rule; None if no list names them.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package, or module of torch, that has the spellings, if it is not imported yet. The rule has no
-            effect before the import. Otherwise None.
+        package: the package, or module of torch, that must be imported before the rule has an effect. None if the
+            functions exist already.
     """
 
     spellings: tuple[str, ...]
@@ -130,7 +130,7 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield what each version of torch changed in a shipped list, the oldest version first."""
+    """Yield the `Change` at each version of torch that an entry of a shipped list names, the oldest version first."""
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
     bounds: set[tuple[int, int]] = set()
@@ -145,7 +145,7 @@ def find_changes(name: str) -> Iterator[Change]:
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
-    """Yield the differences on ops that the running torch lacks. Lists may be read for another version of torch."""
+    """Yield the differences on ops that the running torch lacks, as in lists that are read for another version."""
     left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
     right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
     for op in {**left_rules, **right_rules}:

@@ -431,7 +431,7 @@ class Overlay:
         `keys`: its spellings. `named`: the spellings of earlier entries of the same file.
         """
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other; the user may combine it with lists that are unknown here
+            return  # no earlier file lists ops; the user may combine this file with lists that are unknown here
         listed = {**self._spellings, **named}
         if not any(key in listed or _get_key_of_op(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
@@ -450,7 +450,7 @@ class Overlay:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
     def _explain_redundant(self, key: SpellingKey, entry: OpEntry, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return what gives a spelling the rule of `entry` also without `entry`; None if it would follow another rule.
+        """Return why a spelling follows the rule of `entry` also without `entry`; None if it would follow another rule.
 
         For example, "by 'exp' at /path/to/base.yaml:4:5".
         """
