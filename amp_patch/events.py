@@ -17,7 +17,7 @@ class Watcher:
     """
 
     observes_ops = True
-    """Whether it observes every op, so that ops which torch casts by itself are wrapped, too."""
+    """Whether the watcher observes every op. Then ops which torch casts by itself are wrapped, too."""
 
     def session_opened(self, session: Any) -> None:
         """Called when a session has been opened, and when models have joined it."""

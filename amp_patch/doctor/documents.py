@@ -22,7 +22,7 @@ _COMMANDS = re.compile(
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
 """The beginning of a cell that holds Python: no magic for the whole cell, or one that runs the cell as Python.
 
-`%%bash`, for example, does not.
+`%%bash`, for example, is not such a beginning.
 """
 
 
@@ -58,7 +58,7 @@ class Document:
         return self._cells[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
-        """Return the code of a notebook, with `pass` in place of magics, and without cells that are no Python."""
+        """Return the code of a notebook, with `pass` in place of magics. Leave out cells that are no valid Python."""
         try:
             code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
             # the source is one text, or a list of lines
@@ -85,7 +85,7 @@ class Document:
 def _without_magics(text: str) -> list[str]:
     """Return the lines of a cell, with `pass` in place of magics."""
     lines = []
-    magic_goes_on = False  # whether the line before was of a magic, and ends with a backslash
+    magic_goes_on = False  # whether the line before belongs to a magic, and ends with a backslash
     for line in _dedent(text).split("\n"):
         # a command without an argument, such as `ls`, may be a variable
         is_command = _COMMANDS.match(line) is not None and " " in line.strip()

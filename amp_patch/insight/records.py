@@ -29,7 +29,7 @@ class RunRecord:
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
         is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
         hardware: the kind of the device: on two of the same kind, torch runs the same kernels.
-        threads: the number of threads that an op on the CPU uses.
+        threads: the number of threads that an op on the CPU uses; 0 if unknown.
     """
 
     kind: ClassVar[str] = "run"
@@ -199,7 +199,7 @@ class CurveRecord:
         ms: the median time of a step, in milliseconds.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
         is_frozen: whether this is the run of the reference whose weights are put back after each step.
-        batches: the calls of the module that is called first in each step, up to the end of the last step.
+        batches: the number of calls, up to the end of the last step, of the module that is called first in each step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -217,10 +217,10 @@ class CurveRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """The relative error (L2) of a layer in one step from the weights of the reference.
+    """The relative errors (L2) of a layer in one step that begins with the weights of the reference.
 
-    `input` and `output` are the errors of these; `gradient` is the error of the gradients of the weights. None means
-    that there is nothing to compare.
+    `input`, `output` and `gradient` are the errors of its input, of its output, and of the gradients of its weights.
+    None means that there is nothing to compare.
     """
 
     kind: ClassVar[str] = "layer"

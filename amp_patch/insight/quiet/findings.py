@@ -32,7 +32,7 @@ class _Finding:
     """The losses of one cause at one line.
 
     Attributes:
-        place: the place of the first loss.
+        place: the place of the first loss; before a loss, of the first check.
         dtype: the 16-bit dtype; None until a loss was found.
         steps: the steps with a loss.
         passed: the steps in which the line was checked, and a call had no loss.
@@ -89,10 +89,11 @@ class Findings:
         self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each cause and line, except for these.
+        """Return a record for each cause and line with a loss. These are left out:
 
-        A line that passes in more steps than it loses in. A difference that passed before it was first lost: then the
-        training has converged. A line that another finding names as the one where its loss shows.
+        1. a line that passed without a loss in more steps than it had a loss in;
+        2. a cancelled difference at a line that passed before its first loss: then the training has converged;
+        3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())
 

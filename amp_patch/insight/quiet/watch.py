@@ -20,9 +20,9 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees every op: outside of optimizer steps by an `Observer`, and in steps as a dispatch mode itself.
+    """Sees every op. In optimizer steps, it is a dispatch mode itself; outside of them, an `Observer` passes the ops on.
 
-    It changes no value, and waits for the device.
+    Changes no value. Waits for the device.
 
     Args:
         get_session: returns the session whose models are trained.
