@@ -290,7 +290,7 @@ class Observer:
         return widened
 
     def note_failure(self, node: Any) -> None:
-        """Note where the op that has just raised ran. `node` is its node of the backward pass; None in a forward pass."""
+        """Note where the op ran that has just raised. `node`: its node of the backward pass; None in a forward pass."""
         forward = None
         if node is not None and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))

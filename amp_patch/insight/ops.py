@@ -31,7 +31,8 @@ _BATCH_NORMS = frozenset(
 )
 _LOSSES = ("nll_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 _SUMMED = 2  # the number of reduction="sum" in torch
-_STATISTICS = frozenset({3, 4})  # positions of the arguments that batch norms write, although their schemas do not say so
+# positions of the arguments that batch norms write, although their schemas do not say so
+_STATISTICS = frozenset({3, 4})
 _FIRST_OUTPUT_ONLY = (  # their other outputs are for their own backward
     *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
     *("_ctc_loss", "_cudnn_ctc_loss"),

@@ -103,7 +103,7 @@ def find_site() -> Site:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is the user's, or of a package other than torch and this one. Generated code is neither."""
+    """Return whether a file is the user's, or of a package other than torch and this one. Not for generated code."""
     return _find_role(file) is None
 
 
@@ -179,9 +179,10 @@ def is_under_checkpoint() -> bool:
 
 
 def find_recomputed() -> nn.Module | None:
-    """Return the module whose method, or a closure over it, a checkpoint runs again. No hook is called for it.
+    """Return the module that a checkpoint runs again: the module of the outermost call inside the checkpoint, or None.
 
-    It is the module of the outermost call below the checkpoint.
+    The script may have passed a method of the module to the checkpoint, or a closure over the module. Then torch calls
+    no hook of the module.
     """
     outermost: nn.Module | None = None
     frame: types.FrameType | None = sys._getframe(1)
@@ -192,13 +193,13 @@ def find_recomputed() -> nn.Module | None:
 
 
 def _calls_forward(code: types.CodeType) -> bool:
-    """Return whether code is torch's and runs a forward again, or is a `backward` that may."""
+    """Return whether code of torch runs a forward pass again: a checkpoint, or autograd, but not `Function.apply`."""
     is_of_forward = code.co_name == "apply" and code.co_varnames[:1] == ("cls",)
     return code.co_filename.startswith(_RECOMPUTES) and not is_of_forward
 
 
 def _find_module(frame: types.FrameType) -> nn.Module | None:
-    """Return the module that a call belongs to: its first argument, its `self`, or the only module that it knows."""
+    """Return the module of a call: its first argument, its `self`, or the only module among its variables."""
     known, code = frame.f_locals, frame.f_code
     for name in (*code.co_varnames[: min(1, code.co_argcount)], "self"):
         module = known.get(name)
@@ -210,7 +211,7 @@ def _find_module(frame: types.FrameType) -> nn.Module | None:
 
 @functools.cache
 def _find_role(file: str) -> str | None:
-    """Return the role of the code in a file, None for the user's own. A process has a few hundred files."""
+    """Return the role of the code in a file; None for the user's code. The cache holds an entry for each file."""
     if file.startswith(f"{_ROOT}/"):
         return _find_own_role(Path(file).relative_to(_ROOT).with_suffix("").parts)
     for folder, role in _ROLES_OF_TORCH.items():

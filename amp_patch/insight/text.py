@@ -1,4 +1,4 @@
-"""A recording as text: a row for each kind of call, and one for equal layers."""
+"""A recording as text: a table with a row for each kind of call, in which equal layers share a row."""
 
 import itertools
 import re
@@ -28,7 +28,7 @@ def format_recording(
     """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
     `with_all` gives each layer its own row, and also shows ops that run as in plain torch. To fit `width` characters, a
-    table leaves out columns, shortens texts, and puts the names of modules on lines of their own.
+    table leaves out columns, shortens texts, and puts the names of modules on lines of their own. None: do not fit it.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -162,7 +162,7 @@ _LEAST_NAME = 30
 
 
 def _by_module(ops: list[OpRecord], width: int | None) -> str:
-    """Return a table with a row for each kind of call: the first that fits, or else one in groups."""
+    """Return the table of ops in its most detailed form that fits. If none fits, names of modules stand above rows."""
     rows = list(map(op_cells, ops))
     if width is None:
         return "\n".join(Table(OP_COLUMNS, rows, len(_LEFT), {}).lines())
@@ -259,9 +259,9 @@ def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRe
 
 
 def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of a recording: one for all steps and equal layers, and only ops of interest.
+    """Return the rows of a recording. Calls that differ only in their step share a row.
 
-    See `format_recording`.
+    Without `with_all`, equal layers share a row, too, and ops that run as in plain torch have none.
     """
     ops = merge_steps(recording.ops)
     if with_all:

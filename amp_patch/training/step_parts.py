@@ -14,7 +14,7 @@ from .groups import Groups
 from .split_masters import ClosedMaster, has_gradient
 
 _PART_ON_CPU = 2**20
-"""Float32 numbers that are open in a part: 4 MiB. A part has at least one parameter."""
+"""The most float32 numbers that are open in a part (4 MiB), unless a single parameter needs more."""
 
 _PART = 2**24
 """The same on other devices, where each kernel costs a launch."""
@@ -71,7 +71,7 @@ def step_in_parts(
 def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
     """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened.
 
-    `are_split`, `has_states`: what is opened.
+    `are_split`: whether split masters are opened. `has_states`: whether states are.
     """
     sized: list[tuple[int, int, Tensor]] = []
     with without_overrides():

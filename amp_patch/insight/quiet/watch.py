@@ -20,7 +20,7 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees every op. In optimizer steps, it is a dispatch mode itself; outside of them, an `Observer` passes the ops on.
+    """Sees every op. In optimizer steps, it is the dispatch mode. Outside of steps, an `Observer` passes the ops on.
 
     Changes no value. Waits for the device.
 
