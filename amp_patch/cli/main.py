@@ -119,7 +119,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _terminable() -> Iterator[list[int]]:
     """Context manager: SIGTERM ends a command as Ctrl-C does, so that its script ends too, and results are kept.
 
-    Yields a list that gets an item for each SIGTERM that is received. Outside of the main thread, SIGTERM ends Python.
+    Yields a list that gets an item for each SIGTERM that is received. Outside of the main thread, no handler is set.
     """
     received: list[int] = []
 

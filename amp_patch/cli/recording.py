@@ -219,7 +219,7 @@ def _report_no_region(takeovers: list[Any], process_id: int, folder: str | None,
 
     If the run is recorded, the error goes to the file `NO_REGION`. Otherwise it is printed, and the exit code becomes
     1. Another program that the script started keeps its exit code, because it may well train in float32; a rank of a
-    launcher and a process of multiprocessing belong to the script. Nothing is reported after an exception.
+    launcher and a process of multiprocessing belong to the script. After an uncaught exception, nothing is reported.
     """
     has_failed = getattr(sys, "last_value", None) is not None
     if not takeovers or os.getpid() != process_id or has_failed:

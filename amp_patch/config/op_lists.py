@@ -90,7 +90,7 @@ class OpLists:
         modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
-        neutral: functions that a later file took off their list, by an entry under `neutral`.
+        neutral: functions that an entry under `neutral` took off their list.
         other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """

@@ -108,7 +108,7 @@ class Flow:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
         For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for further dtypes
-        that the script does not show. The list is empty if it shows none, as for a device.
+        that the script does not show. The list is empty if the script shows no dtype, as for a device.
         """
         if node is None or depth > _MAX_DEPTH:
             return []
@@ -117,7 +117,7 @@ class Flow:
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._find_in_name(node, depth)
         if isinstance(node, ast.IfExp):
-            return self.find_dtypes(node.body, depth + 1) + self.find_dtypes(node.orelse, depth + 1)
+            return self._find_in_values([node.body, node.orelse], depth)
         if isinstance(node, ast.Subscript):
             return self._find_in_table(node, depth)
         if isinstance(node, ast.Call) and text_of(node.func) == "getattr" and len(node.args) > 1:
@@ -134,6 +134,10 @@ class Flow:
         if not values:
             # an argument of a function is not the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
+        return self._find_in_values(values, depth)
+
+    def _find_in_values(self, values: Sequence[ast.expr], depth: int) -> list[str]:
+        """Return the dtypes that one of several values may mean."""
         dtypes_of_values = [self.find_dtypes(value, depth + 1) for value in values]
         dtypes = [dtype for of_value in dtypes_of_values for dtype in of_value]
         # a value without a known dtype, such as the result of a function, may be any dtype
@@ -146,15 +150,15 @@ class Flow:
 
         If `key` is a constant, only the value at this key counts, else every value of the dict.
         """
-        dtypes = []
+        values: list[ast.expr] = []
         for table in [node.value, *self._values_of(node.value)]:
             if not isinstance(table, ast.Dict):
                 continue
             for key, value in zip(table.keys, table.values, strict=True):
                 are_constants = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
                 if not are_constants or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
-                    dtypes += self.find_dtypes(value, depth + 1)
-        return dtypes
+                    values.append(value)
+        return self._find_in_values(values, depth)
 
     def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
         """Return the dtypes among the arguments of a call: `dtype=...`, or in `**options`.

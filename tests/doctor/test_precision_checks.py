@@ -122,6 +122,10 @@ SURE = {
 
 UNSURE = {
     "flag": "dtype = torch.bfloat16 if args.bf16 else torch.float32\nmodel = Net().to(dtype)  # AMP601\n" + ADAM,
+    "unknown-in-the-other-arm": "dtype = torch.bfloat16 if args.low else pick()\nmodel = Net().to(dtype)  # AMP601\n"
+    + ADAM,
+    "unknown-in-a-table": "dtype = {'low': torch.bfloat16, 'auto': pick()}[args.dtype]\n"
+    "model = Net().to(dtype)  # AMP601\n" + ADAM,
     "cast-under-an-if": "model = Net()\nif args.half:\n    model.half()  # AMP601\n" + ADAM,
     "default-of-an-option": "parser.add_argument('--dtype', default='bfloat16')\n"
     "model = Net().to(getattr(torch, args.dtype))  # AMP601\n" + ADAM,

@@ -117,8 +117,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the tensor to update for each parameter: its master if it has one, else the parameter itself.
 
-        If an element of a parameter differs from the rounded master, the script has changed the parameter since the
-        last step. The element is then copied to the master.
+        A master that does not exist yet is created. If an element of a parameter differs from the rounded master, the
+        script has changed the parameter since the last step. The element is then copied to the master.
         """
         targets = []
         for parameter in params:
@@ -142,8 +142,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
         """Count a step in `group["step"]`, unless `found_inf` skips it, and return the number of this step, from 1.
 
-        If `found_inf` is on a GPU, `group["step"]` becomes a 0-dim float32 tensor there, and later calls return such a
-        tensor. Otherwise the number is an int. Raises OptimizerError while a CUDA graph is captured.
+        The number is an int. Once `found_inf` was on a GPU, `group["step"]` is a 0-dim float32 tensor there, and later
+        calls return such a tensor. Raises OptimizerError while a CUDA graph is captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
