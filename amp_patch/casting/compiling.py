@@ -1,7 +1,7 @@
 """Makes patches work with torch.compile.
 
-* At its first use, Dynamo builds tables of the functions that torch's names hold then. So `prime` builds them before
-  patches are installed.
+* At its first use, Dynamo builds tables of torch's functions, and takes what names such as `torch.exp` refer to at that
+  time. So `prime` builds the tables before patches are installed.
 * Dynamo compiles a function again if a patched function of torch changes, but not if a patched Tensor method changes.
   So `forget_compiled_code` drops compiled code whenever patches change.
 * The on-disk cache finds code by its graph, which looks the same with and without casts. So `tag_cache_key` adds a tag
@@ -88,12 +88,12 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------
 
-# Code that was compiled inside a region (`mode.Region`) must not run outside it, nor the other way round: Dynamo must
-# guard the mode of the thread. It cannot guard our own state, but it guards the autocast state of the thread for every
-# device type. So we store the mode in the autocast state of an idle device type, one that torch still lists, but no
-# longer runs on: its autocast is enabled while a region is open, with a dtype that stands for the mode. Dynamo of torch
-# 2.6 does not guard this state, but guards the dispatch keys of the thread. So in torch 2.6, two dispatch keys that
-# nothing else uses stand for the mode.
+# Code that was compiled inside a region (`mode.Region`) must not run outside it, and code from outside not inside. So
+# Dynamo must guard the mode of the thread: check it before it runs compiled code. It cannot guard our own state, but it
+# guards the autocast state of the thread for every device type. So we store the mode in the autocast state of an idle
+# device type, one that torch still lists, but no longer runs on: its autocast is enabled while a region is open, with a
+# dtype that stands for the mode. Dynamo of torch 2.6 does not guard this state, but guards the dispatch keys of the
+# thread. So in torch 2.6, two dispatch keys that nothing else uses stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}

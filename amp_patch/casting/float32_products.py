@@ -118,7 +118,7 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its floating operands have the low dtype.
 
-        A call runs as it was written if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is
+        A call runs unchanged if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is
         opaque, on another type of device, or of another floating or complex dtype, and a call of a product with a
         single operand: an einsum of one operand multiplies nothing, and may return a view.
 

@@ -1,5 +1,5 @@
-"""The part of a command that runs in the process of its script. It applies op lists to torch.autocast, waits for the
-first session, and records with a probe.
+"""The part of a command that runs in the process of its script. It applies op lists to torch.autocast, and
+from the first session on, it records the run with a probe (`insight.runs.Probe`).
 
 `sitecustomize` imports this module when Python starts, so the module must not import torch before the script does.
 """
@@ -106,7 +106,8 @@ class _ProbeStarter(events.Watcher):
 
         if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
             Path(self._folder, STOPPED).touch()
-            # If this rank ended, others would wait for it for ever. If it went on, it might overwrite a checkpoint.
+            # This rank waits: if it ended, others would wait for it for ever, and if it went on, it might overwrite a
+            # checkpoint.
             time.sleep(_LONGEST_WAIT)  # the command ends all ranks meanwhile
         raise SystemExit(0 if self._folder is not None else _TROUBLE)
 

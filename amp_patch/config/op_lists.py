@@ -56,8 +56,8 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        owner_name: its dotted name, such as "torch.Tensor".
-        name: the name of the function in it, such as "exp".
+        owner_name: the dotted name of the owner, such as "torch.Tensor".
+        name: the name of the function there, such as "exp".
         rule: the rule that the function follows. If it writes to its first argument (`exp_`), this may be another rule
             than that of the entry: see `_find_rule`.
         entry: the entry of a list that puts the function under a rule.
@@ -338,8 +338,8 @@ class Overlay:
     ) -> dict[SpellingKey, object | None]:
         """Return the spellings of an entry with their owners; no spellings if torch lacks the op.
 
-        Raises OpListError if the op is missing and may not be, or if an earlier entry of the same file means the same
-        spelling. `named` and `missing` are the variables of `_merge`, so far.
+        Raises OpListError if the op is missing and may not be, if it lacks the argument that the entry names, or if an
+        earlier entry of the same file means the same spelling. `named` and `missing` hold these earlier entries.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)

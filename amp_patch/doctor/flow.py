@@ -1,4 +1,4 @@
-"""`Flow`: which dtype an expression of a script may have, as far as the text of the script shows it."""
+"""`Flow`: finds the dtypes that an expression of a script may have, as far as the text of the script shows them."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -232,7 +232,10 @@ class Flow:
                 yield from (argument_of(call, "default") or flag, flag)
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the values that calls in the script pass for the argument `name` of a function, and its default."""
+        """Yield the values that calls in the script pass for the argument `name` of a function, and its default.
+
+        The default is left out if all calls pass the argument.
+        """
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -385,7 +388,7 @@ class Flow:
         return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
-        """Return whether an event may be skipped before `at`: an `if` or `try` holds it, but not `at`."""
+        """Return whether an event may be skipped before `at`, because an `if`, `try` or `match` has only the event in it."""
         for outer, field in self._script.around(event):
             is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
             if is_arm and not position(outer) <= position(at) < end(outer):

@@ -318,6 +318,7 @@ class Observer:
                 self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
+        """Note an op that a listed call runs. `cast`: the source and the copy, if the op is a cast."""
         if cast is None:
             call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
             return
@@ -368,6 +369,7 @@ class Observer:
         return call
 
     def _phase(self, node: Any, site: Site) -> str:
+        """Return the phase in which an op runs: see `OpRecord.phase`."""
         if site.by == "optimizer":
             return "step"
         if node is not None or get_current_node() is not None:

@@ -165,7 +165,7 @@ class ComparedRecord:
         gradient_worst: the name of the layer with this error; "" if not compared.
         kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
             or if not measured.
-        kept_worst: the name of the tensor that loses most, or its line.
+        kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
         lost_by: "weights" if weights lose, "tensor" for another tensor with a name, else "line"; "" if none loses.
         failed: why the run ended early; "" if it did not.
     """
@@ -196,7 +196,7 @@ class CurveRecord:
         run, seed: the name of the run, and its seed.
         losses, scales: the loss of each step, and the smallest loss scale at its end.
         skipped: numbers of the skipped steps.
-        ms: the median time of a step, in milliseconds.
+        ms: the median time of a step, in milliseconds; NaN if it was not measured.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
         is_frozen: whether this is the run of the reference whose weights are put back after each step.
         batches: the number of calls, up to the end of the last step, of the module that is called first in each step.

@@ -96,7 +96,7 @@ class Probe(events.Watcher, abc.ABC):
 
 
 Runner = Callable[[Run], Recording]
-"""Makes a run, and returns the recording of its probe. Raises RunFailedError."""
+"""Makes a run, and returns the recording of its probe. Raises RunFailedError if the run ends too early."""
 
 
 class RunFailedError(SessionError):

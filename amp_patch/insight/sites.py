@@ -39,8 +39,8 @@ class Site(NamedTuple):
     """The innermost line of the user's code, and the role of the code of amp_patch or torch between it and the op.
 
     The role `by` is "" (of no importance), "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
-    gradients, masters) or "optimizer". A module or package of amp_patch names its own as `__role__`; without one it has
-    the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
+    gradients, masters) or "optimizer". A module or package of amp_patch names its role as `__role__`. Without one it
+    has the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
     """
 
     place: str
@@ -65,7 +65,7 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """Return where the code that is running was called from. In a thread of autograd there is no line."""
+    """Return where the code that is running was called from. In a thread of autograd, no line is known."""
     by = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -96,14 +96,14 @@ _REPEATS = repeat.__code__
 
 
 def find_site() -> Site:
-    """Return where the code that is running was called from. In a thread of autograd there is no place."""
+    """Return where the code that is running was called from. In a thread of autograd, `place` is ""."""
     caller = find_caller()
     place = describe_line(caller.file, caller.number) if caller.file else ""
     return Site(place, caller.by, caller.file, caller.number)
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is the user's, or of a package other than torch and this one. Not for generated code."""
+    """Return whether a file is the user's or of a package: not torch's, amp_patch's, contextlib's or generated code."""
     return _find_role(file) is None
 
 
@@ -122,7 +122,7 @@ def names_dtype() -> bool:
 def casts_result(file: str, number: int) -> bool:
     """Return whether the statement of a line casts the result of a call to 16 bits, as in `softmax(x).half()`.
 
-    The cast may be no op: of a result that has 16 bits already, it makes no copy.
+    Reads the source, because torch runs no op for a cast of a result that has 16 bits already.
     """
     source = read_source(file) if file else None
     return source is not None and any(map(_casts_result, source.calls_of_statement(number)))

@@ -158,7 +158,7 @@ _LEAST = {"op": 18, "rule": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "
 """Columns of text, each with the width to which it may be shortened."""
 
 _LEAST_NAME = 30
-"""The width to which names of modules may be shortened. Below it, they get lines of their own."""
+"""The width to which names of modules may be shortened. If that is not enough, they get lines of their own."""
 
 
 def _by_module(ops: list[OpRecord], width: int | None) -> str:

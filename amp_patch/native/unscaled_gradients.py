@@ -1,4 +1,4 @@
-"""`UnscaledGradients`: notices scaled losses that go backward after `unscale_`, whose gradients nothing unscales."""
+"""`UnscaledGradients`: notices scaled losses that go backward after `unscale_`. Nothing unscales their gradients."""
 
 import weakref
 from collections.abc import Iterator

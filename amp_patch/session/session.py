@@ -249,7 +249,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Return whether the session has this policy and device type, and its list files have not changed."""
+        """Return whether the session has this policy and device type, and its list files still have the same rules."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest

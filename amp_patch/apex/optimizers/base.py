@@ -29,7 +29,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` passes `found_inf` to kernels, which skip the step if it is 1. If so, amp sets `found_inf`."""
+    """Whether `_update` passes `found_inf` to kernels, which skip the step if it is 1. amp sets it only then."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
@@ -95,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
         """Return the entry `name` of each parameter's state: a tensor of the parameter's shape.
 
-        It has float32, or float64 for a float64 parameter. An entry that does not exist yet is created as zeros.
+        Its dtype is float32, or float64 for a float64 parameter. An entry that does not exist yet is created as zeros.
         """
         moments = []
         for parameter in params:
@@ -175,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load a state dict that was saved by this class, by Apex's, or by the torch optimizer with the same formula.
 
         State is kept in float32 (float64 for float64 parameters). Raises CheckpointError if the saved optimizer had
-        options that this one lacks, and ValueError if the groups have other lengths.
+        options that this optimizer lacks, and ValueError if the groups have other lengths.
         """
         saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)
@@ -183,7 +183,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, params, strict=True):
             for name, value in saved["state"].get(key, {}).items():
-                # torch's load_state_dict has rounded it to the parameter's dtype, so take the saved value
+                # torch's load_state_dict has rounded its copy to the parameter's dtype, so take the saved value
                 if isinstance(value, Tensor) and value.is_floating_point():
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 

@@ -178,8 +178,9 @@ class Reducer:
     """Averages gradients over the ranks on request, for custom training loops.
 
     Args:
-        module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The parameters of a module
-            are broadcast from rank 0 now, and `reduce` averages their gradients. Tensors are averaged in place.
+        module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The constructor broadcasts
+            the parameters of a module from rank 0, and `reduce` averages their gradients. `reduce` averages tensors in
+            place.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:

@@ -64,7 +64,7 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Context manager: enable or disable autocast, as `torch.autocast` does, which `native` may have patched."""
+    """Context manager: enable or disable autocast, but not by `torch.autocast`, which `native` may have patched."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.autocast_increment_nesting()
     try:
