@@ -118,9 +118,9 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its floating operands have the low dtype.
 
-        A call runs unchanged if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is
-        opaque, on another type of device, or of another floating or complex dtype, and a call of a product with a
-        single operand: an einsum of one operand multiplies nothing, and may return a view.
+        A call runs unchanged if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is opaque
+        (`dtypes.is_opaque`), on another type of device, or of another floating or complex dtype. So does a call of a
+        product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
 
         With `max_scores`, the op is attention: see `_run_short_attention`.
         """
@@ -224,8 +224,8 @@ class Float32Products:
     def round_operands(
         self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
-        """Return the `prepare` of a whitelisted product. The call that it returns rounds all tensors to the low dtype,
-        computes the product in float32, and rounds the result (`_make_compute` with `to_operand`).
+        """Return the function that prepares the calls of a whitelisted product (`PrepareCall`). A prepared call rounds
+        its tensors to the low dtype, computes the product in float32, and rounds the result.
 
         Some calls go to `low_op` with tensors in the low dtype instead: a call with an opaque operand, which does not
         support a second cast, a call with fewer than two tensors, and a call with `out_dtype`. A call with `out` goes

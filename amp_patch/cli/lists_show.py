@@ -1,4 +1,7 @@
-"""`amp-patch lists show`: prints the merged lists."""
+"""`amp-patch lists show`: prints the merged lists.
+
+The *spellings* of an entry are the functions that its name means, such as `torch.exp` and `Tensor.exp` for `exp`.
+"""
 
 import argparse
 from collections.abc import Iterator

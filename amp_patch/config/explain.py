@@ -1,5 +1,7 @@
 """Explains op lists, for `amp-patch lists explain` and `lists diff`: the rules that an op follows, with the entries of
 lists that decide, and the differences between two lists.
+
+A *spelling* is a function that the name of an op means, such as `torch.exp` and `Tensor.exp` for `exp`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,9 +61,10 @@ class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
     `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
-    module rule, `op` is "modules" and its chooser, and `left` and `right` are "low" or "float32", or "unlisted" where
-    the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and `right` are the
-    rules in order. `spellings` is empty for module rules, and for an op that the running torch lacks.
+    module rule, `op` is "modules" and the chooser, which says to which modules the rule applies; `left` and `right` are
+    "low" or "float32", or "unlisted" where the rule is missing. If only the order of module rules differs, `op` is
+    "modules", and `left` and `right` are the rules in order. `spellings` is empty for module rules, and for an op that
+    the running torch lacks.
     """
 
     op: str
@@ -130,7 +133,7 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield the `Change` at each version of torch that an entry of a shipped list names, the oldest version first."""
+    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first."""
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
     bounds: set[tuple[int, int]] = set()

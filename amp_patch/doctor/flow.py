@@ -388,7 +388,7 @@ class Flow:
         return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
-        """Return whether an event may be skipped before `at`, because an `if`, `try` or `match` has only the event in it."""
+        """Return whether an event may be skipped before `at`: an `if`, `try` or `match` holds it, but not `at`."""
         for outer, field in self._script.around(event):
             is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
             if is_arm and not position(outer) <= position(at) < end(outer):

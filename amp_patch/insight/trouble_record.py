@@ -1,4 +1,7 @@
-"""`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown."""
+"""`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown.
+
+An *armed* run trains at full speed. If a step goes wrong, the run repeats the step under a tracer.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence

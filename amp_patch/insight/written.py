@@ -1,4 +1,8 @@
-"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op."""
+"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op.
+
+A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. It also explains the values that
+are computed from it.
+"""
 
 import math
 from collections.abc import Collection, Iterator, Sequence

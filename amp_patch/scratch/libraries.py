@@ -106,7 +106,7 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 def _path_to_update(view: View, path: Any) -> Any:
     """Return the path to write for a file that is updated, such as a database."""
-    # SQLite finds the files beside a database by the database's name, so copy them to the upper layer, too
+    # SQLite finds the files beside a database by the database's name, so copy them to the upper layer of the view, too
     for suffix in _SQLITE_SUFFIXES:
         file_beside = os.fsdecode(path) + suffix
         location = view.locate(file_beside)

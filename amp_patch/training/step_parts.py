@@ -1,5 +1,5 @@
 """`step_in_parts`: takes the step of an optimizer a part of its parameters at a time, so that few split masters are
-open at once.
+open at once: only an open one takes memory for its float32 values (see `split_masters`).
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,6 @@
-"""The HTML page of a check: the broken promises, and the curves of both runs with the promised bands."""
+"""The HTML page of a check, which compares a run with a contract: the broken promises, and the curves of the contract,
+with their bands, and of the run.
+"""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps.
 
-A *loss* here is a loss of values by rounding, not the loss of the training.
+A *loss* here is a loss of values by rounding to 16 bits, not the loss of the training.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses."""
+"""`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses.
+
+A *quiet loss* is a loss of values by rounding to 16 bits although all values are finite.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
