@@ -15,7 +15,8 @@ A line that begins with `%` and a space, such as `% 3`, continues an expression 
 """
 
 _COMMANDS = re.compile(
-    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+    r"|\s*(?:pip|conda|mamba|uv)\s+(?!(?:in|is|if|and|or|not)\b)[a-z]"
 )
 """A command that IPython runs without `%` or `!`, such as `cd ..`, unless a variable has that name."""
 
