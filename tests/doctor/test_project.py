@@ -101,7 +101,8 @@ def notebook(*cells: object) -> str:
 
 
 def test_findings_in_notebooks_name_cell_and_line(write):
-    magics = "pip install -q torch==2.6\n%matplotlib inline\n!pip install apex \\\n    --quiet 2gb\nfiles = !ls\nmodel?\nif files:\n    %time\n"
+    magics = "pip install -q torch==2.6\n%matplotlib inline\n!pip install apex \\\n    --quiet 2gb\n"
+    magics += "files = !ls\nmodel?\nif files:\n    %time\n"
     cells = [
         magics + SETUP,
         "%%bash\nrm -r = =",
