@@ -225,7 +225,7 @@ class Float32Products:
         self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
         """Return the function that prepares the calls of a whitelisted product (`PrepareCall`). A prepared call rounds
-        its tensors to the low dtype, computes the product in float32, and rounds the result.
+        its castable tensors to the low dtype, computes the product in float32, and rounds the result.
 
         Some calls go to `low_op` with tensors in the low dtype instead: a call with an opaque operand, which does not
         support a second cast, a call with fewer than two tensors, and a call with `out_dtype`. A call with `out` goes
