@@ -63,8 +63,8 @@ class OpRecord:
 
     Attributes:
         step: the number of the step in the recording, from 0.
-        phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is recorded only
-            if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
+        phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is only
+            recorded if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
         module: qualified name of the innermost module that ran; "" outside of all.
         op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
         rule: the list of the op, or the other rule that decided; "" if none did.
