@@ -68,8 +68,8 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager around these calls. Casts are off in it, so that the computations of watchers are not
-    cast.
+    `region` is a context manager around these calls. It turns casts off, so that the computations of watchers are not
+    cast. For an event at which watchers compute nothing, it may be a `nullcontext`.
     """
     if watchers:
         event_count.value += 1

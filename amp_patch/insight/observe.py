@@ -122,7 +122,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode, so after a call in another thread, call it there again.
+        Only the thread that called `start` can remove the mode: if another thread calls `stop`, that thread has to call
+        it, too.
         A cover that something else still holds calls the function that it covers.
         """
         self.is_on = False
@@ -394,7 +395,7 @@ class _Below(WatchingMode):
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `failing_call` reads func, args and kwargs from the traceback of an exception.
+        # Keep the names func, args and kwargs: `failing_call` reads them from the traceback of an exception.
         kwargs, observer, overload, node = kwargs or {}, self._observer, find_overload(func), get_current_node()
         before, site = args, None
         if observer.finder is not None:

@@ -29,10 +29,11 @@ _ROLES_OF_TORCH = {  # the first that fits
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
-_COMPUTED = (ast.Call, ast.BinOp)
+_COMPUTED = (ast.Call, ast.BinOp)  # expressions that compute a tensor
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
+"""Beginnings of the file names of code that is not the user's: generated code, contextlib and importlib."""
 
 
 class Site(NamedTuple):

@@ -45,7 +45,7 @@ def step_in_parts(
         has_states: whether states are opened, too.
         begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
             the script runs in the step.
-        end_part: called with the parameters of each part after their step.
+        end_part: called after the step of each of several parts, with its parameters that have a gradient.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)

@@ -85,7 +85,7 @@ class Findings:
         finding.tensor = finding.tensor or tensor
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:
-        """Note that a line was checked in this step, and had no loss of this cause."""
+        """Note that a call at a line was checked in this step, and had no loss of this cause."""
         self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
 
     def records(self) -> list[QuietRecord]:
