@@ -59,7 +59,7 @@ class Written:
         parents: the records of the inputs.
         faults: numbers of the faults that explain why it does not fit.
         is_known: whether it does not fit, and a fault that was entered explains why.
-        is_old: whether it was written in the step before.
+        is_old: whether it was written in the step before. Then `parents` and `faults` are empty.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
         is_low: whether the result has 16 bits.
