@@ -31,7 +31,8 @@ class Document:
     """A file of code as one text. For a notebook, it knows the cell of each line.
 
     Args:
-        path: the file. Raises OSError, SyntaxError, ValueError or LookupError if it is neither source nor a notebook.
+        path: the file. Raises OSError, SyntaxError, ValueError, LookupError or RecursionError if it is neither source
+            nor a notebook.
 
     Attributes:
         text: the code.

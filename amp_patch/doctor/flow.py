@@ -47,6 +47,8 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
+"""Nodes with arms, which a run may skip."""
+
 _MAX_DEPTH = 6
 """The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
 

@@ -35,6 +35,8 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Any], Callable[...
     ast.MatMult: ("__matmul__", operator.matmul, operator.imatmul),
     ast.Pow: ("__pow__", operator.pow, operator.ipow),
 }
+"""For each operator: the name of its method, its function, and the function of its augmented form, such as `+=`."""
+
 _PACKAGES = tuple(
     f"{folder}{os.sep}"
     for folder in {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
@@ -328,6 +330,7 @@ def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | No
 
 
 Parts = Sequence[tuple[ast.expr, Reader]]
+"""The arguments of a call in the source, each with the reader of its frame."""
 
 
 def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:

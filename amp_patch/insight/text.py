@@ -15,6 +15,8 @@ from .recordings import Recording
 from .records import OpRecord
 
 Key = Callable[[OpRecord], tuple[str, ...]]
+"""Returns the first cells of the row in which a record is summed up."""
+
 By = Literal["module", "op", "entry"]
 _SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
 _FORWARD = ("forward", "recompute")
@@ -147,12 +149,12 @@ def entitle_recording(recording: Recording) -> str:
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
+"""The columns of the table of ops: fields of `OpRecord`, of which `entry` is called "line"."""
 
-
-_LEFT = OP_COLUMNS[:7]
+_LEFT = OP_COLUMNS[:7]  # aligned to the left
 _COUNTS = ("casts", "avoided")
 _SPARE = ("avoided", "casts", "calls", "out", "given", "line")
-"""Columns to leave out of a table that is too wide, the least important first. The line names the list that decided."""
+"""Columns to leave out of a table that is too wide, the least important first. "line" names the list that decided."""
 
 _LEAST = {"op": 18, "rule": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
 """Columns of text, each with the width to which it may be shortened."""
