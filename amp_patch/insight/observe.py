@@ -122,8 +122,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode: if another thread calls `stop`, that thread has to call
-        it, too.
+        Only the thread that called `start` can remove the mode. If another thread has called `stop`, the first thread
+        has to call it, too.
         A cover that something else still holds calls the function that it covers.
         """
         self.is_on = False
