@@ -219,19 +219,35 @@ class Flow:
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
         """Yield the values that `config.dtype` may have from a dataclass or from an argument parser.
 
-        These are the values of `dtype: str = "bf16"` in the body of a class, and the default of
+        These are the values of the field `dtype: str = "bf16"` of a class, and the default of
         `add_argument("--dtype", ...)`.
         """
         for outer in self._script.nodes:
             if isinstance(outer, ast.ClassDef):
                 for statement in outer.body:
                     if isinstance(statement, ast.AnnAssign) and text_of(statement.target) == name and statement.value:
-                        yield statement.value
+                        yield from self._find_field(outer.name, name, statement.value)
         for call in self._calls.get("add_argument", ()):
             flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
                 # the flag, which is no dtype, stands for the unknown value that a user may give
                 yield from (argument_of(call, "default") or flag, flag)
+
+    def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
+        """Yield the values that calls of a class in the script pass for a field, and the default of the field.
+
+        The default is left out if all calls pass the field.
+        """
+        calls = self._calls.get(class_name, [])
+        passed = [argument_of(call, name) for call in calls]
+        yield from (value for value in passed if value is not None)
+        if not calls or None in passed:
+            yield default
+        takes_unnamed = any(call.args or not all(keyword.arg for keyword in call.keywords) for call in calls)
+        arguments = [argument for call in self._script.calls for argument in _list_arguments(call)]
+        # a parser that is given the class, as in `tyro.cli(Config)`, lets users choose the value
+        if takes_unnamed or any(text_of(argument) == class_name for argument in arguments):
+            yield ast.Constant(None)  # no dtype: stands for an unknown value
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
         """Yield the values that calls in the script pass for the argument `name` of a function, and its default.
@@ -404,3 +420,7 @@ def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) ->
     declared = function.args
     starred = [argument for argument in (declared.vararg, declared.kwarg) if argument is not None]
     return [*declared.posonlyargs, *declared.args, *declared.kwonlyargs, *starred]
+
+
+def _list_arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]

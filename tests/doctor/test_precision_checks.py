@@ -129,6 +129,8 @@ UNSURE = {
     "cast-under-an-if": "model = Net()\nif args.half:\n    model.half()  # AMP601\n" + ADAM,
     "default-of-an-option": "parser.add_argument('--dtype', default='bfloat16')\n"
     "model = Net().to(getattr(torch, args.dtype))  # AMP601\n" + ADAM,
+    "field-that-a-parser-sets": "class Config:\n    dtype: str = 'bfloat16'\nconfig = tyro.cli(Config)\n"
+    "model = Net().to(getattr(torch, config.dtype))  # AMP601\n" + ADAM,
     "running-value": "dtype = torch.float32\nif args.bf16:\n    dtype = torch.bfloat16\n"
     "total = torch.zeros((), dtype=dtype)  # AMP604\nfor x in batches:\n    total += x\n",
     "region": "dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}[args.dtype]\n"
@@ -140,6 +142,8 @@ HEALTHY = {
     "cast-after-training": "model = Net()\n" + ADAM + "model.half()\nmodel(x)\n",
     "cast-in-another-function": "def serve():\n    model = Net().half()\ndef train():\n    model = Net()\n"
     "    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
+    "field-that-is-passed": "class Config:\n    dtype: str = 'bfloat16'\nconfig = Config(dtype='float32')\n"
+    "model = Net().to(getattr(torch, config.dtype))\n" + ADAM,
     "teacher": "teacher = Net().half()\nmodel = Net()\n" + ADAM,
     "frozen-beside-a-head": "model = Net().half()\nmodel.requires_grad_(False)\nmodel.head = nn.Linear(4, 2)\n" + ADAM,
     "trained-part-in-float32": "model = Net().half()\nmodel.head.float()\n" + ADAM,
