@@ -53,6 +53,10 @@ _MAX_DEPTH = 6
 """The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
 
 
+_UNKNOWN = ast.Constant(None)
+"""Stands for a value that the script does not show. It is no dtype."""
+
+
 class Origin(NamedTuple):
     """A dtype that a value may have, and the node that gave it, such as the call `model.half()`.
 
@@ -230,8 +234,10 @@ class Flow:
         for call in self._calls.get("add_argument", ()):
             flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
-                # the flag, which is no dtype, stands for the unknown value that a user may give
-                yield from (argument_of(call, "default") or flag, flag)
+                default = argument_of(call, "default")
+                if default is not None:
+                    yield default
+                yield _UNKNOWN  # the value that a user may give
 
     def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
         """Yield the values that calls of a class in the script pass for a field, and the default of the field.
@@ -243,11 +249,8 @@ class Flow:
         yield from (value for value in passed if value is not None)
         if not calls or None in passed:
             yield default
-        takes_unnamed = any(call.args or not all(keyword.arg for keyword in call.keywords) for call in calls)
-        arguments = [argument for call in self._script.calls for argument in _list_arguments(call)]
-        # a parser that is given the class, as in `tyro.cli(Config)`, lets users choose the value
-        if takes_unnamed or any(text_of(argument) == class_name for argument in arguments):
-            yield ast.Constant(None)  # no dtype: stands for an unknown value
+        if any(call.args for call in calls) or self._may_get_others(class_name):
+            yield _UNKNOWN
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
         """Yield the values that calls in the script pass for the argument `name` of a function, and its default.
@@ -278,6 +281,29 @@ class Flow:
         is_always_passed = bool(passed) and None not in passed
         if name in defaults and not is_always_passed:
             yield defaults[name]
+            if not passed or self._may_get_others(called_name):
+                yield _UNKNOWN
+
+    def _may_get_others(self, called_name: str) -> bool:
+        """Return whether a function or class may get arguments that the script does not show.
+
+        That is so if a call has `*args` or `**kwargs`, or if another function gets it, such as a parser of the command
+        line in `tyro.cli(Config)`.
+        """
+        for call in self._calls.get(called_name, ()):
+            if any(isinstance(argument, ast.Starred) for argument in call.args):
+                return True
+            if any(keyword.arg is None for keyword in call.keywords):
+                return True
+        return called_name in self._names_given
+
+    @cached_property
+    def _names_given(self) -> frozenset[str]:
+        """The names that are arguments of calls, such as `Config` in `tyro.cli(Config)`."""
+        given: list[ast.expr] = []
+        for call in self._script.calls:
+            given += [*call.args, *(keyword.value for keyword in call.keywords)]
+        return frozenset(argument.id for argument in given if isinstance(argument, ast.Name))
 
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
@@ -420,7 +446,3 @@ def _arguments(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) ->
     declared = function.args
     starred = [argument for argument in (declared.vararg, declared.kwarg) if argument is not None]
     return [*declared.posonlyargs, *declared.args, *declared.kwonlyargs, *starred]
-
-
-def _list_arguments(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -129,6 +129,9 @@ UNSURE = {
     "cast-under-an-if": "model = Net()\nif args.half:\n    model.half()  # AMP601\n" + ADAM,
     "default-of-an-option": "parser.add_argument('--dtype', default='bfloat16')\n"
     "model = Net().to(getattr(torch, args.dtype))  # AMP601\n" + ADAM,
+    "argument-that-a-parser-sets": "def main(dtype='bfloat16'):\n"
+    "    model = Net().to(getattr(torch, dtype))  # AMP601\n"
+    "    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\nfire.Fire(main)\n",
     "field-that-a-parser-sets": "class Config:\n    dtype: str = 'bfloat16'\nconfig = tyro.cli(Config)\n"
     "model = Net().to(getattr(torch, config.dtype))  # AMP601\n" + ADAM,
     "running-value": "dtype = torch.float32\nif args.bf16:\n    dtype = torch.bfloat16\n"
