@@ -103,7 +103,8 @@ def _find_listed_name(culprit: Culprit) -> str:
 def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
     """Return patterns that match modules: names of one class that differ only in numbers become one pattern.
 
-    A pattern may match more modules than are named, but none of another class. A name inside of another is left out.
+    A pattern may match more modules than are named, but none of another class. A pattern that continues another one, as
+    "a.*.norm" continues "a.*", is left out.
     `kinds` has the classes of all modules.
     """
     alike: dict[tuple[str, type | None], list[str]] = {}

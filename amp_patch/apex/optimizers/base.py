@@ -21,8 +21,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     gradient is complex, or if its gradient is sparse.
 
     Attributes:
-        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step of a subclass with
-            `reads_flag`. If the flag is 1, nothing changes in that step.
+        found_inf: None, or a flag (0-dim float32) for one step. If it is 1, the step changes nothing. amp sets the flag
+            for a subclass with `reads_flag`, GradScaler for one with `_step_supports_amp_scaling`.
     """
 
     # the attributes that hold options, for copies and pickles; torch's Optimizer does not know them
