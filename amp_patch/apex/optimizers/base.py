@@ -175,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load a state dict that was saved by this class, by Apex's, or by the torch optimizer with the same formula.
 
         State is kept in float32 (float64 for float64 parameters). Raises CheckpointError if the saved optimizer had
-        options that this optimizer lacks, and ValueError if the groups have other lengths.
+        options that this optimizer lacks, and ValueError if the groups differ in number or length.
         """
         saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)
