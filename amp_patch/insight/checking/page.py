@@ -11,7 +11,7 @@ from .contract import Contract, StepsRecord
 from .verdict import Verdict
 
 _SHOWN = 10
-"""The broken promises above the curves. The others are shown on a click."""
+"""The number of broken promises that are always shown. A click shows the others."""
 
 
 def write_page(
