@@ -20,7 +20,7 @@ def read_version(parameter: Tensor | None) -> Version:
 
 
 class UnscaledGradients:
-    """The optimizers whose gradients a GradScaler has unscaled since its last `update`."""
+    """The optimizers whose gradients a GradScaler has unscaled since its last `update`. It watches one of each."""
 
     def __init__(self) -> None:
         # For each optimizer, a parameter that had a gradient when it was unscaled. Parameters are not held weakly,
@@ -48,7 +48,7 @@ class UnscaledGradients:
                 self._added_at.setdefault(optimizer, find_line())
 
     def find_added(self, optimizer: Any) -> str:
-        """Return the line of the first scaled backward pass that changed unscaled gradients; "" without one."""
+        """Return the line of the first scaled backward pass that changed the unscaled gradient; "" without one."""
         return self._added_at.get(optimizer, "")
 
     def clear(self) -> None:
