@@ -1,9 +1,9 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
 bits, multiplied and added in float32, and the result is rounded to 16 bits.
 
-With `compute="float32"`, all products are computed in this way. With `compute="auto"`, all are on hardware without
-instructions for 16-bit products. On an x86 CPU with such instructions, "auto" computes short attention in this way,
-because that is faster than torch's 16-bit kernels, and no other product.
+With `compute="float32"`, all products are computed in this way. With `compute="auto"`, the hardware decides: without
+instructions for 16-bit products, all products are computed in this way; on an x86 CPU with such instructions, only
+short attention is, because that is faster than torch's 16-bit kernels; on other hardware, none is.
 
 Operands and results are rounded by ordinary casts, which autograd records. So the gradients that a product gives are
 rounded, too, as with a 16-bit kernel, and compilers, function transforms, double backward and checkpoints work as with

@@ -44,8 +44,8 @@ _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode pres
 """Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
 
 _USE_ARMED = (
-    "amp_patch: torch cannot run this function while each op is watched, as `explain`, `trace` and `compare` do."
-    " `amp-patch run` and `amp-patch trace --armed` watch no ops"
+    "amp_patch: torch cannot run this function while each op is watched. `explain`, `trace` and `compare` watch each"
+    " op; `amp-patch run` and `amp-patch trace --armed` do not"
 )
 _SPAWN = "torch.multiprocessing.spawn"
 
