@@ -245,7 +245,7 @@ class Takeover:
         # Return early in nearly all calls, because this runs for each module of a model in each step.
         if session is not None and not self._everywhere and session.has_noted(module):
             return None
-        self._whole_script.enable_after_step()  # the post-hook of the last step is not called if that step raised an error
+        self._whole_script.enable_after_step()  # a step that raised an error has called no post-hook
         if compiling.is_traced() or has_own_amp():
             return None
         session = find_session()

@@ -155,8 +155,8 @@ class Variants:
 
 
 def _subtract(value: float, base: float) -> float:
-    """Return the absolute difference. 0 if both are NaN, or the same inf, as in a step that is skipped in both runs; inf
-    if only one of them is finite.
+    """Return the absolute difference. Return 0 if both are NaN, or the same inf, as in a step that both runs skip, and
+    inf if only one of them is finite.
     """
     if value == base or (math.isnan(value) and math.isnan(base)):
         return 0.0
