@@ -359,16 +359,23 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor."""
+        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor.
+
+        A call of it in the module or in the same function overrides the calls before it, unless an `if` may skip it.
+        """
+        here, module = self._script.frame(maker), self._script.tree
+        calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        for call in self._script.calls_of("torch.set_default_dtype"):
-            is_here = self._script.frame(call) is self._script.frame(maker)
-            if is_here and not self._script.is_before(call, maker):
+        # calls in the same function come last, because the module and other functions run theirs earlier
+        for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
+            frame = self._script.frame(call)
+            if frame is here and not self._script.is_before(call, maker):
                 continue
-            dtypes = self.find_dtypes(argument_of(call, "d", 0))
-            if is_here:
-                origins = []  # the last call before the maker counts
-            origins += [Origin(dtype, call) for dtype in dtypes]
+            if (frame is here or frame is module) and not self._is_conditional(call, maker):
+                origins = []
+            elif not origins:
+                origins = [Origin("", maker)]
+            origins += [Origin(dtype, call) for dtype in self.find_dtypes(argument_of(call, "d", 0))]
         return origins
 
     def _follow_name(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:

@@ -54,6 +54,8 @@ SURE = {
     "dtype-by-name": "model = Net().to(getattr(torch, 'bfloat16'))  # AMP601\n" + ADAM,
     "pretrained": "model = AutoModel.from_pretrained(name, torch_dtype=torch.bfloat16)  # AMP601\n" + ADAM,
     "pretrained-by-text": "model = AutoModel.from_pretrained(name, dtype='float16')  # AMP601\n" + ADAM,
+    "default-dtype-of-the-module": "torch.set_default_dtype(torch.bfloat16)  # AMP601\ndef main():\n"
+    "    model = Net()\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
     "default-dtype": "torch.set_default_dtype(torch.bfloat16)  # AMP601\nmodel = Net()\n" + ADAM,
     "built-by-a-function": "def build():\n    net = Net()\n    return net.half()  # AMP601\nmodel = build()\n" + ADAM,
     "dtype-as-an-argument": "def build(dtype):\n    return Net().to(dtype)  # AMP601\n"
@@ -129,6 +131,8 @@ UNSURE = {
     "cast-under-an-if": "model = Net()\nif args.half:\n    model.half()  # AMP601\n" + ADAM,
     "default-of-an-option": "parser.add_argument('--dtype', default='bfloat16')\n"
     "model = Net().to(getattr(torch, args.dtype))  # AMP601\n" + ADAM,
+    "default-dtype-under-an-if": "if args.half:\n    torch.set_default_dtype(torch.half)  # AMP601\n"
+    "model = Net()\n" + ADAM,
     "argument-that-a-parser-sets": "def main(dtype='bfloat16'):\n"
     "    model = Net().to(getattr(torch, dtype))  # AMP601\n"
     "    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\nfire.Fire(main)\n",
