@@ -8,10 +8,10 @@ import tokenize
 import warnings
 from pathlib import Path
 
-_MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
+_MAGIC = re.compile(r"\s*(?:!(?!=)|\?|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
 """A line that only IPython understands: `%magic`, `!command`, `names = !command`, `name?`.
 
-A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
+A line that begins with `%` and a space, such as `% 3`, or with `!=`, continues an expression of Python.
 """
 
 _COMMANDS = re.compile(
