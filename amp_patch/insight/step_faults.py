@@ -135,7 +135,9 @@ class StepFaults:
 
     def _find_scope(self, culprits: Sequence[Culprit]) -> Fix:
         """Return which modules, ops and lines have to run in float32."""
-        return find_scope(culprits, self._session.models(), has_lists=self._session.oplists is not None)
+        # at a level that casts the model, a list has only module rules, and no casts of ops
+        has_lists = self._session.oplists is not None and self._session.casts is not None
+        return find_scope(culprits, self._session.models(), has_lists=has_lists)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
         """Return the modules in which the line of a culprit gives values that nearly do not fit.

@@ -344,6 +344,18 @@ def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
     assert fault.regions[0] == 'match: "between.*.0"'
 
 
+def test_a_level_that_casts_the_model_is_told_no_rules_for_ops(tmp_path):
+    """A list has only module rules there: `blacklist: [exp]` would do nothing."""
+    (tmp_path / "own.yaml").write_text("extends: null\nmodules: [{match: first, run: float32}]\n")
+    model, x = Sandwich(nn.ReLU()), torch.randn(8, 16)
+
+    def compute_loss():
+        return (model(x) * torch.exp(torch.full((), 12.0, dtype=torch.half))).mean()
+
+    (fault, *_) = find(start(model, compute_loss, level="O2", loss_scale=1.0, lists=tmp_path / "own.yaml"))
+    assert (fault.op, fault.ops) == ("aten.exp", ())
+
+
 def test_a_list_of_many_rules_has_one_on_a_line():
     regions = tuple(f'match: "layers.{number}"' for number in (10, 2, 1))
     lines = format_entries(Remedy("list", regions=regions, ops=("exp",)))
