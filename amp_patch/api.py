@@ -211,7 +211,7 @@ def scale_loss(
         model: ignored, as in Apex.
         delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it for all but the
             last backward pass of an accumulation window.
-        delay_overflow_check: ignored, because a check costs nothing until the step reads it.
+        delay_overflow_check: ignored: the check runs on the device, and the host does not wait for it in this block.
 
     Yields:
         `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
@@ -251,7 +251,7 @@ def scale_loss(
 def scale(tensors: Any, loss_id: int = 0) -> Any:
     """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
-    The product is differentiable, and float32 unless the tensor is complex. If the scale is always 1, or amp is
+    The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
     overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text.
@@ -263,7 +263,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # watchers compute nothing here, so casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")  # no region without casts: watchers compute nothing
     return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 

@@ -1,4 +1,4 @@
-"""`fused_layer_norm_cuda`, the extension behind Apex's norms, which many repositories call by themselves.
+"""`fused_layer_norm_cuda`, the compiled module behind Apex's norms. Many repositories call it directly.
 
 A forward function returns the output and statistics of each row, of shape (rows,), in float32 (float64 for float64).
 For LayerNorm, these are the means and the inverse deviations 1 / sqrt(variance + eps); for RMSNorm, only 1 / sqrt(mean

@@ -1,8 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-The method of a rule, such as `_whitelist`, returns the function `prepare` of an op. For each call of the op, `prepare`
-returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call with
-`out=`, nor in a call of a blacklisted op that names a dtype.
+The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. For each call of the op,
+`prepare` returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call
+with `out=`, nor in a call of a blacklisted op that names a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -207,11 +207,11 @@ class OpCasts:
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
 
     # For speed, the loops of `_whitelist` and `_blacklist` cast ordinary tensors with `convert`, a method in C. The
-    # functions `to_low` and `to_float` test for every special case, and take a Python frame for each tensor. While
-    # Dynamo traces or a dispatch mode is active (`is_fast` is False), they cast all tensors.
+    # functions `to_low` and `to_float` test for every special case, and take a Python frame for each tensor. If
+    # `is_fast` is False (Dynamo traces, or a dispatch mode is active), `to_low` and `to_float` cast all tensors.
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
-        """Run in the low dtype.
+        """Return a `prepare` for an op that runs in the low dtype.
 
         A call with `inplace=True` runs as it was written: after a cast, it would change the copy. So does a call that
         names another `out_dtype`, because the kernel would refuse low arguments.
@@ -268,7 +268,10 @@ class OpCasts:
         return prepare
 
     def _blacklist(self, original: OpFunction) -> PrepareCall:
-        """Run in float32, unless the call names a dtype. A call with `inplace=True` runs as it was written, too."""
+        """Return a `prepare` for an op that runs in float32.
+
+        A call that names a dtype, or with `inplace=True`, runs as it was written.
+        """
         to_float, convert = self.to_float, get_conversion(float32)
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -332,11 +335,12 @@ class OpCasts:
         return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
     def _cast_inside(self, rule: OpRule, original: OpFunction) -> PrepareCall:
-        """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
-        the same dtype.
+        """Return a `prepare` for a function that is not torch's: cast its arguments, and run the whitelisted and
+        blacklisted ops in its body in the same dtype.
 
-        If such a function calls another, each follows its own rule, also in a region of mode LOW or FLOAT32. A call
-        that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
+        If such a function calls another one, each of the two follows its own rule, also in a region of mode LOW or
+        FLOAT32. A call that names `out` runs as it was written, and so does a call of a blacklisted function that names
+        a dtype.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -406,7 +410,7 @@ class OpCasts:
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
     def _cast_to_found(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
-        """Cast all tensors to the dtype that `find_dtype` finds in a call.
+        """Return a `prepare` that casts all tensors of a call to the dtype that `find_dtype` finds in the call.
 
         `in_sequence`: the tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
         """
@@ -450,8 +454,8 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError if an argument itself, and not an item of a list, is a 16-bit tensor on a device of the
-        session's type.
+        """Return a `prepare` that raises BannedOpError if an argument is a 16-bit tensor on a device of the session's
+        type. It does not look at the items of a list.
         """
         name = getattr(original, "__name__", str(original))
 
@@ -493,5 +497,5 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
 
 
 def _prepare_nothing(original: OpFunction) -> PrepareCall:
-    """Run the op as it was called."""
+    """Return a `prepare` for an op that runs as it is called."""
     return lambda args, kwargs, mode: (original, args, kwargs)

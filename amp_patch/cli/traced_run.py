@@ -1,4 +1,4 @@
-"""A run of a script under `amp-patch trace`: what its recordings say, and the lines that the command prints of them."""
+"""`TracedRun`: a run of a script under a tracer. It prints the report of `amp-patch trace`."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes: a value does not fit, or another fault is reported; the script could not be checked."""
+"""Exit codes. FAULT: a value does not fit 16 bits, or 16 bits lose it. TROUBLE: the script could not be checked."""
 
 
 class TracedRun:
@@ -36,7 +36,7 @@ class TracedRun:
 
     @property
     def faults(self) -> "list[tuple[FaultRecord, Recording]]":
-        """The faults to report in order, each with its recording."""
+        """The faults of all processes, each with its recording, sorted by `_order`."""
         pairs = [(fault, recording) for recording in self.watched.recordings for fault in recording.faults]
         return sorted(pairs, key=lambda pair: _order(pair[0]))
 
@@ -64,7 +64,7 @@ class TracedRun:
 
     @property
     def _checked(self) -> int:
-        """The number of steps that were checked; 0 or less for none. See `_steps_before` for steps that are not."""
+        """The number of steps that were checked; 0 or less for none."""
         return max(self.watched.steps, default=0) - max(self._first, self._steps_before)
 
     @property
@@ -105,7 +105,7 @@ class TracedRun:
             print_report(format_quiet(lost, recording.run), [False])
 
     def print_raised(self) -> None:
-        """Print the exception that ended the script, if dtypes explain it."""
+        """Print the first exception that dtypes explain, and the quiet losses, unless `print_faults` prints them."""
         from ..insight import format_raised
 
         for raised, recording in self.raised[:1]:
@@ -130,7 +130,7 @@ class TracedRun:
     def report_none(self) -> int:
         """Print that no fault was found, and quiet losses, or why nothing could be checked. Return the exit code.
 
-        Raises KeyboardInterrupt if Ctrl-C ended the run.
+        Raises KeyboardInterrupt if Ctrl-C ended the run, unless there are quiet losses and no step was checked.
         """
         from ..insight import note_float32
 
@@ -145,7 +145,7 @@ class TracedRun:
             self.print_quiet()
             if not self.is_interrupted:
                 return FAULT if self.quiet else 0
-        elif self.quiet:  # weights may be changed by hand, without an optimizer
+        elif self.quiet:  # no step was checked, for example because the script changes weights without an optimizer
             self.print_quiet()
             return FAULT
         if self.is_interrupted:
@@ -171,9 +171,10 @@ class TracedRun:
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
-    """Return the key that sorts the faults of several ranks, the likeliest cause of the others first.
+    """Return the sort key of a fault: the step, and in a step, the likeliest cause of the other faults first.
 
-    A rank may have received a bad value from another rank; such a fault comes after the fault of that other rank.
+    A fault that a rank may have received from another rank comes after the other faults of its step, and last if its
+    module is unknown.
     """
     may_be_received = fault.may_come_from_another_rank
     return fault.step, may_be_received, may_be_received and fault.origin.module is None
@@ -186,7 +187,10 @@ def run_traced(
     last: int | None,
     settings: Settings | None = None,
 ) -> TracedRun:
-    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None."""
+    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None.
+
+    The script is ended soon after its first fault, or after an exception that dtypes explain.
+    """
     from ..insight.runs import Run
 
     options = {
@@ -196,7 +200,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # The files that repeated runs write go to a folder of this name. Each run replaces the files of the run before.
+    # If the runner redirects the files of the script, they go to a folder of this name, over those of the last run.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

@@ -41,7 +41,7 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """The region that decided in place of the op lists."""
+    """What a region does. In a region (a block of code, or the body of a function), it decides and not the op lists."""
 
     LOW = "low"
     FLOAT32 = "float32"
@@ -51,7 +51,7 @@ class RegionKind(Word):
 
 
 class Cause(Word):
-    """Why a value does not fit. `causes` decides which applies, describes it, and has its remedy."""
+    """Why a value does not fit. The module `causes` finds the cause of a fault, and has the text and remedy of each."""
 
     CAME_IN = "came in"
     DIVERGENCE = "divergence"
@@ -71,7 +71,9 @@ class Reach(Word):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The op that gave the value, its call, and the tensor that holds the value. Of a step, `op` is the optimizer.
+    """The op that gave the value, its call, and the tensor that holds the value. `FaultRecord` describes the fields.
+
+    If the step of an optimizer gave the value, `op` is the optimizer.
 
     Attributes:
         came_in: whether an input held the value before, and no op that trace saw made it. Not stored.
@@ -173,11 +175,11 @@ class FaultRecord:
             `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
             float32 does not hold it, or if it was not computed; NaN if a part of it is NaN there, too.
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
-            `trail`: the ops before it, latest first, with the largest magnitude in the result of each.
+            `trail`: the ops before this op, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
             none.
-            `eps`, `lr`: the settings of the optimizer whose step produced the value.
+            `eps`, `lr`: the settings of the optimizer whose step produced the value; None for another value.
         effect: the consequences in the step:
             `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" (an optimizer's step
             wrote the value); "" if the value reached only gradients that no optimizer has used yet.

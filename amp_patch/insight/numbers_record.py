@@ -34,7 +34,8 @@ class ModuleNumbersRecord:
 
     Attributes:
         module, type: the qualified name, and the name of the class.
-        weights: the sketch of the parameters, read before any optimizer began a step for them; () if that was too late.
+        weights: the sketch of the parameters before the first step; () if an optimizer had begun a step for them before
+            they could be read.
         output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
             dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.

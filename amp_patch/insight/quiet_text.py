@@ -104,7 +104,10 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 
 
 def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
-    """Return the level whose masters keep what an optimizer loses; "" for other losses, and without `initialize`."""
+    """Return the level whose float32 masters keep what a step or a sum of gradients loses in 16 bits.
+
+    Return "" for other losses, and for a script with torch.autocast instead of `initialize`.
+    """
     if not lost.role or _is_native(run):
         return ""
     return levels.find_master_level(spell_out(lost.dtype or "")).name

@@ -39,7 +39,7 @@ _READERS: tuple[tuple[Any, str, Kind], ...] = (
     (torch, "_foreach_clamp_min_", Kind.CLIPPED),
     (torch, "_foreach_clamp_max_", Kind.CLIPPED),
 )
-"""The functions to patch, each with the misuse that a call on scaled gradients is.
+"""The functions to patch, each with the kind of misuse if it is called on scaled gradients.
 
 `clip_grad_value_` calls the last two.
 """

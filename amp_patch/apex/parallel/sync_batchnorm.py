@@ -23,11 +23,12 @@ from ...torch_private import (
 class SyncBatchNorm(BatchNormBase):
     """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, also on the CPU.
 
-    Statistics are over the batches of all ranks together, also if these differ in size; on the CPU, some may be empty.
-    The output has the dtype of the input. `momentum=None` and `track_running_stats=False` work as in torch.
+    In training, the statistics are computed over the batches of all ranks of `process_group` together. Batches may
+    differ in size; on the CPU, some may be empty. The output has the dtype of the input. `momentum=None` and
+    `track_running_stats=False` work as in torch.
 
-    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel would refuse such a
-    layer on the CPU.
+    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel refuses a subclass
+    on the CPU.
 
     Args:
         channel_last: inputs are (N, ..., C) instead of (N, C, ...).
@@ -54,7 +55,7 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input`, of at least two dimensions, and add `z`, of the same shape and dtype, to the result.
 
-        The result has the shape and dtype of `input`.
+        Then apply ReLU, with `fuse_relu`. The result has the shape and dtype of `input`.
         """
         moves_channels = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves_channels else input
@@ -83,7 +84,7 @@ class SyncBatchNorm(BatchNormBase):
         count = x.new_tensor([x.numel() / x.size(1)])
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
-        # torch's BatchNorm raises this error, too: a single value has no variance
+        # a single value has no variance; torch's BatchNorm raises ValueError for it, too
         if total <= 1:
             raise ValueError(
                 f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all"

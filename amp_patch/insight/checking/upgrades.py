@@ -19,8 +19,8 @@ class Upgrade:
     def describe(self, op: ContractOp) -> str:
         """Return a text to add to the report on an op, in brackets; "" if both versions are the same.
 
-        It names the change of torch's autocast that explains the precision of the op. If there is none, it only names
-        the two versions. Imports torch, unless both versions are the same.
+        The text names the change of torch's autocast that explains the precision of the op. If there is none, the text
+        only names the two versions. Imports torch, unless both versions are the same.
         """
         if self._before == self._after:
             return ""
@@ -48,6 +48,6 @@ class Upgrade:
 
 
 def _parse_version(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version: (2, 11) for "2.11.0+cpu"."""
+    """Return the first two numbers of a version: (2, 11) for "2.11.0+cpu". For text without them, return (0, 0)."""
     match = _VERSION.match(version)
     return (0, 0) if match is None else (int(match[1]), int(match[2]))

@@ -18,17 +18,18 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's is another script if a smaller share of its calls is equal, whatever
-their dtypes.
+"""A script with another name than the contract's is another script if a smaller share of its calls of ops is equal.
+
+Equal calls may differ in their dtypes.
 """
 
 GROWN = 2.0
-"""A diff of two contracts mentions the error against float32 of an output out of its band if it has grown by more than
-this factor. A check does not measure this error.
+"""If an output has left its band, and its error against float32 has grown by more than this factor, a diff of two
+contracts says so. A check does not measure this error.
 """
 
 MOST_LOST = 2.0
-"""A training may lose this multiple of the share of updates that it lost when the contract was made."""
+"""A training may lose up to this multiple of the share of updates that it lost when the contract was made."""
 
 
 class Break(NamedTuple):
@@ -78,7 +79,7 @@ class Verdict:
 def judge(contract: Contract, now: Contract) -> Verdict:
     """Return which promises of a contract are broken in `now`, a later run of the training on one kind of hardware.
 
-    Ops and optimizers are judged on any hardware; numbers only if the contract has bands for this kind of hardware.
+    Ops and optimizers are judged on any hardware. Numbers are judged only if the contract has bands for this kind.
     """
     verdict = Verdict()
     ops = contract.ops, now.ops
@@ -105,8 +106,8 @@ def judge(contract: Contract, now: Contract) -> Verdict:
         verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
     else:
         verdict.breaks.extend(_judge_numbers(promised, measured, (contract.ops, now.ops)))
-    # If no numbers are promised, other ops break the contract, because nothing else shows their effect. On hardware
-    # that the contract does not know, they do not: an op may have another kernel there.
+    # If the contract knows this hardware but promises no numbers, an op that only one run has breaks the contract,
+    # because nothing else shows its effect. On unknown hardware it does not: an op may have another kernel there.
     _report_other_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
     unpromised = sum(not op.is_promised for op in contract.ops)
     if unpromised:
@@ -261,7 +262,7 @@ def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
         else:
             old_settings, new_settings = _parse_settings(old), _parse_settings(new)
             for setting, old_value in old_settings.items():
-                # a setting that only one has may be from another release of torch
+                # a setting that only one of the two runs has may be from another release of torch
                 new_value = new_settings.get(setting, old_value)
                 if new_value != old_value:
                     yield Break("optimizer", f"{name} ({new.type}): {setting} {old_value} -> {new_value}")
@@ -280,7 +281,8 @@ def _judge_numbers(
 ) -> Iterator[Break]:
     """Yield a broken promise for each number that left its band, causes before effects.
 
-    `ops`: the ops of the contract, and those of the run.
+    Of a number with a value for each step, only the first such step is reported. `ops`: the ops of the contract, and
+    the ops of the run.
     """
     pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
     scale = promised.curve("loss scale")
@@ -375,8 +377,8 @@ def _is_comparable(
 ) -> bool:
     """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
-    Not if the module has no weights, such as an activation, and its ops differ: the script may call it at other places
-    now, so its first call may be another one.
+    It makes none if the module has no weights, such as an activation, and its ops differ: the script may call it at
+    other places now, so its first call may be another one.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
 
@@ -390,7 +392,7 @@ def _count_ops(module: str, ops: Sequence[ContractOp]) -> Counter[str]:
 
 
 def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
-    """Yield a broken promise if rounding loses more of the changes of 16-bit tensors than promised."""
+    """Yield a broken promise if rounding loses more of the changes of 16-bit tensors than `MOST_LOST` allows."""
     old, new = promised.hardware, now.hardware
     if new.kept is None:
         return
@@ -421,7 +423,7 @@ def _was_skipped(value: float) -> str:
 
 
 def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
-    """Return the first step, of those that both trainings took, whose number has left its band; None without one."""
+    """Return the first step that both trainings took and whose number has left its band; None without one."""
     values: Sequence[float] = now.values if now is not None else ()
     # a shorter training is reported by `_judge_length`
     for step, (value, band, current) in enumerate(zip(promised.values, promised.bands, values, strict=False)):

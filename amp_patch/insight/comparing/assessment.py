@@ -17,7 +17,7 @@ ALIKE = 1e-2
 """A run is as good if its loss differs by at most this share of the reference's loss. One seed cannot show less."""
 
 ALIKE_IN_SEEDS = 1e-3
-"""The same share with several seeds."""
+"""The same share for runs from at least `SEEDS` seeds."""
 
 ALIKE_IN_GAIN = 0.1
 """A run is as good only if its loss also differs by at most this share of the gain."""
@@ -51,7 +51,7 @@ never learns.
 WITHIN_NOISE = "within noise"
 
 TIMED_STEPS = 10
-"""Times of fewer steps are not judged."""
+"""Times are not judged if the run took fewer steps than this."""
 
 SEEDS = 3
 """With this many seeds, their spread shows whether a difference means something."""
@@ -232,7 +232,7 @@ class Assessment:
         return f"{size:.1e} {direction}"
 
     def _is_within_seeds(self) -> bool:
-        """Return whether the mean difference over the seeds is below two standard errors."""
+        """Return whether the mean difference over the seeds is at most two standard errors. False if not known."""
         seeds = len(self._summary.differences(self.row.name))
         if self.row.spread is None or seeds < SEEDS:
             return False
@@ -257,7 +257,10 @@ class Assessment:
         return f"{verdict} (a step takes {factor:.2f} times as long)"
 
     def of_memory(self) -> str:
-        """Return in words how much memory the run needs; "" if as much as the reference, or not known."""
+        """Return in words how much memory the run needs.
+
+        Return "" if it needs about as much as the reference, if this is not known, or if every step was skipped.
+        """
         peak, reference_peak = self.row.run.peak, self._reference_row.run.peak
         if self._is_all_skipped or peak is None or not reference_peak:
             return ""

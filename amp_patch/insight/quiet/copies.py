@@ -26,7 +26,7 @@ class _Copy:
 
     Attributes:
         storage: the storage of the copy, held weakly.
-        weight: the weight. It is not held weakly, because torch swaps no tensors that have a weak reference.
+        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses such a tensor.
     """
 
     storage: Any
@@ -55,7 +55,8 @@ class CopyWatch:
     """Compares 16-bit copies of weights with the weights, whenever an op of a forward pass uses a copy.
 
     Args:
-        name, find_module: as for `UpdateWatch`.
+        name: returns the qualified name of a tensor of a model; "" or None for another tensor.
+        find_module: returns the name of the module that is running.
     """
 
     def __init__(self, name: Any, find_module: Any) -> None:
@@ -133,7 +134,7 @@ class CopyWatch:
 def _is_alike(weight: Tensor, copy: Tensor) -> bool:
     """Return whether a copy has the values of a weight, by samples. NaN equals NaN.
 
-    True for a weight that is not contiguous, which is not compared.
+    True for an empty weight, and for a weight that is not contiguous, which is not compared.
     """
     if not weight.is_contiguous() or weight.numel() == 0:
         return True

@@ -23,16 +23,16 @@ Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 th
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if its norm is this much smaller when computed in float32."""
+"""A tensor collects rounding errors, as in Kahan's sum, if its norm in float32 is below this part of its own norm."""
 
 NEGLIGIBLE = 1e-6
-"""The gradient of a tensor is noise if its mean squared change is at most this part of the largest one."""
+"""The gradient of a tensor is noise if its mean squared change is at most this part of the largest of its source."""
 
 RECENT, FEW = 16, 3
-"""How many of the last steps are kept, and how many of these it takes to show that a tensor has come to rest."""
+"""How many of the last changes of a tensor are kept, and how many of these it takes to show that it is stuck."""
 
 CONVERGED = 16
-"""Recent changes of a weight do not count if |true|^2 is smaller than its largest by more than this factor."""
+"""A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Change:
     Attributes:
         along: <stored, true>, of the stored and the true change.
         true, stored: |true|^2 and |stored|^2.
-        changed, kept: the number of elements whose true change is not zero, and of these whose stored one is not.
+        changed, kept: the number of elements whose true change is not zero, and of those among them whose stored change
+            is not zero, either.
         is_rest: whether the tensor collects rounding errors: see `COMPENSATED`.
     """
 
@@ -124,7 +125,10 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Return how a tensor changed, and how it would have in float32; None if it would not. Waits for the device."""
+    """Return how a tensor changed, beside its change in float32; None if it would not change there.
+
+    If a change is inf or NaN, the elements with such a change are left out. Waits for the device.
+    """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
     change = _add_up(true, done)
@@ -198,7 +202,7 @@ class Tally:
         self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` tells tensors without a name apart; 0: it has a name."""
+        """Add a change of a tensor. `number` identifies a tensor that has no name, or whose name changes; 0: none."""
         dtype, numel = tensor.dtype, tensor.numel()
         self._sources.setdefault(source.key, (source, short(dtype)))
         tensors = self.tensors.setdefault(source.key, {})
@@ -220,7 +224,7 @@ class Tally:
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         every = [each for tensors in self.tensors.values() for each in tensors.values()]
-        # A tensor as large as one that collects its rounding errors loses nothing.
+        # A tensor with as many elements as one that collects rounding errors loses nothing: its errors are collected.
         compensated = {each.numel for each in every if each.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]

@@ -1,4 +1,4 @@
-"""`FusedAdam` as it was in 2019."""
+"""Apex's `FusedAdam` as it was in 2019."""
 
 import math
 from typing import Any
