@@ -107,7 +107,8 @@ def initialize(
         patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
-        cast_model_outputs: dtype of floating outputs. Default: float32 at levels that cast models, else unchanged.
+        cast_model_outputs: dtype of the models' floating outputs. Default: float32 at levels that cast models, else
+            unchanged.
         num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
             `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
@@ -263,7 +264,8 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # no region without casts: watchers compute nothing
+    # `tell` takes a context in which watchers run; they compute nothing here, so casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")
     return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 
@@ -296,7 +298,7 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates: float32 masters at O2 and O5, else the model's parameters.
+    """Yield the parameters that the optimizer updates: at O2 and O5, float32 masters in place of 16-bit parameters.
 
     Use it to clip gradients. Raises ArgumentTypeError if `optimizer` is not an optimizer.
 

@@ -85,8 +85,9 @@ class OpCasts:
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of weights in the low dtype, or None to cast weights at each use.
         in_float32: computes products, or only attention, in float32. None: the kernels of the low dtype compute all.
-        casts_inside: if a list names a function that is not torch's, let the ops in its body follow its rule, too.
-        autocast: the torch.autocast blocks in which ops cast. None: they cast everywhere.
+        casts_inside: if a list puts a function that is not torch's under a rule, let the ops in its body follow the
+            rule, too.
+        autocast: the torch.autocast blocks in which ops cast. None: ops cast everywhere.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class OpCasts:
         self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds_operands, takes_opaque=True)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain_to_low = self.to_low  # without the cache
-        self._cached_copies: Mapping[int, ValidEntry] = _NO_ENTRIES  # `valid` and `owned` of the cache, by id
+        self._cached_copies: Mapping[int, ValidEntry] = _NO_ENTRIES  # `cache.valid`, by the id of the weight
         self._cached_weights: Mapping[int, Tensor] = _NO_ENTRIES
         if cache is not None and not self._rounds_operands:  # a cache of rounded copies belongs to `in_float32`
             self.to_low = cache.make_cast(self._plain_to_low)
@@ -173,7 +174,7 @@ class OpCasts:
         """Return the replacement for one of torch's functions, or for a user's function in whose body ops follow their
         own rules.
         """
-        # First wrap `original` in all that must happen after the casts, as `op`. Then wrap `op` in the casts.
+        # `op` is `original`, wrapped in all that must happen after the casts. At the end, the casts wrap `op`.
         op = original
         if self.autocast is not None:
             op = self.autocast.run_without(op, self.switch)
@@ -218,7 +219,7 @@ class OpCasts:
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights
-        # under torch.autocast, `to_low` may hold a copy of any leaf that requires a gradient
+        # under torch.autocast, such leaves go to `to_low`, which may hold a copy of any of them
         may_cache_leaves = self.autocast is not None
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -362,8 +363,8 @@ class OpCasts:
     def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
         """Return a faster replacement for whitelisted ops with (input, weight, bias, ...).
 
-        It looks up weight and bias in the cache itself, and leaves unusual calls to `general`, the replacement that
-        `replace` made. Both give the same results.
+        The faster replacement looks up weight and bias in the cache itself. It leaves unusual calls to `general`, the
+        replacement that `replace` made. Both give the same results.
         """
         switch, low = self.switch, self.low
         plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._cached_copies.get
@@ -410,9 +411,9 @@ class OpCasts:
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
     def _cast_to_found(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
-        """Return a `prepare` that casts all tensors of a call to the dtype that `find_dtype` finds in the call.
+        """Return a `prepare` that casts the castable tensors of a call to the dtype that `find_dtype` finds in it.
 
-        `in_sequence`: the tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
+        `in_sequence`: these tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
         """
         casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
         device_type = self.device_type
@@ -474,11 +475,11 @@ class OpCasts:
 
 
 def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
-    """Return a faster replacement of `x[index] = values`. It calls torch's own function if nothing has to be cast, and
-    otherwise `general`, the replacement that `replace` made.
+    """Return a faster replacement of `x[index] = values` than `general`, the replacement that `replace` made.
 
-    An index of numbers and slices selects a view, to which torch copies values of any dtype. If an argument has an
-    override, torch's function calls it.
+    If nothing has to be cast, it calls torch's own function. This is so if the index consists of numbers and slices: it
+    selects a view, to which torch copies values of any dtype. Arguments with an override go to torch's function, too,
+    which calls the override.
     """
 
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:

@@ -122,7 +122,8 @@ def check_is_named(arguments: argparse.Namespace) -> None:
 class ScriptRunner:
     """Runs the script that a command line names.
 
-    If a `Run` has a level, it replaces the level of the command line. Its lists are added to those of the command line.
+    Each call runs it with the settings of a `Run`. If the `Run` has a level, this replaces the level of the command
+    line. If it has lists, these are added to the lists of the command line.
 
     Reports a usage error for a script that does not exist, or options that cannot be used together.
 
@@ -200,7 +201,7 @@ class ScriptRunner:
         with run_folder as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
-            # --everywhere casts in the whole script, if the lists of this run allow it; a run in float32 has none
+            # --everywhere only acts on a run that casts ops and scales no loss; a run in float32 has no level and lists
             has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
             python_arguments, environment = run_command.prepare(
                 self._command,

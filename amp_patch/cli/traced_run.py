@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes. FAULT: a value does not fit 16 bits, or 16 bits lose it. TROUBLE: the script could not be checked."""
+"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: nothing could be checked."""
 
 
 class TracedRun:

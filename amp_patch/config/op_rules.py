@@ -43,7 +43,7 @@ class OpRule(StrEnum):
         summary: the rule in a few words; `{low}` stands for the low dtype.
         meaning: the comment above the rule's key in a new list file. Empty for a rule that is no key of list files.
         example: an entry of a list file.
-        runs_in: "low" or "float32" if the rule casts every argument to that dtype. Such a rule does not apply inside a
+        runs_in: "low" or "float32" if the rule casts arguments to that dtype. Such a rule does not apply inside a
             module with a rule of its own, nor in other code that runs in one dtype. Empty if the dtypes of the
             arguments decide, or if nothing is cast.
         opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,

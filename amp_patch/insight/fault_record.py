@@ -41,7 +41,7 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """What a region does. In a region (a block of code, or the body of a function), it decides and not the op lists."""
+    """The kind of a region: code in which all ops run in one dtype, or without casts, whatever the op lists say."""
 
     LOW = "low"
     FLOAT32 = "float32"
@@ -162,8 +162,8 @@ class FaultRecord:
             bfloat16).
         rank: the rank of the process.
         origin: the op and its call:
-            `module`, `op`, `rule`, `entry`, `region`, `site`: as in a record of an op. For an op of the backward pass,
-            they are the forward call's. `region` may also be "a gradient that the forward pass takes".
+            `module`, `op`, `rule`, `entry`, `region`, `site`: as in `OpRecord`. For an op of the backward pass, they
+            describe the call in the forward pass. `region` may also be "a gradient that the forward pass takes".
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.

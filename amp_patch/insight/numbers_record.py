@@ -6,7 +6,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """The settings of an optimizer in its first step.
+    """The settings of one parameter group of an optimizer, in the first step of the optimizer.
 
     Attributes:
         number: the number of the optimizer, in the order of first steps.

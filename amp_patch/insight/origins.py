@@ -18,12 +18,12 @@ _FOLLOWED_RULES = ("", "promote", "sequence_promote", "match_self")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The call that made a storage.
+    """A storage, and the call that made it.
 
     Attributes:
         call: the call; None for a storage that no noted call has made, such as the storage of a batch.
         dtype: the dtype of the values in it.
-        parent: the storage from which the call took the dtype; None if it decided the dtype itself.
+        parent: the record of the storage from which the call took the dtype; None if the call decided it.
         storage: the address of the storage.
     """
 
@@ -33,7 +33,7 @@ class Made:
     storage: int
 
     def find_root(self) -> "Made":
-        """Return the storage, this one or an ancestor, whose call decided the dtype."""
+        """Return the record, this one or an ancestor, whose call decided the dtype."""
         made = self
         while made.parent is not None:
             made = made.parent

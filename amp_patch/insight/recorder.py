@@ -35,7 +35,7 @@ class Recorder(Probe):
     """Records the steps from `first` up to, but not including, `last`, counted over all sessions that are opened.
 
     Args:
-        first, last: numbers of steps from 0; None: until `stop`.
+        first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
         on_end: called when the last of these steps has ended, or a later one if no session was open before.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
@@ -98,7 +98,7 @@ class Recorder(Probe):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context in which the ops of this thread are not recorded."""
+        """Context manager: do not record the ops of this thread."""
         with contextlib.nullcontext() if self._observer is None else self._observer.paused():
             yield
 

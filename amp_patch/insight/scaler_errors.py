@@ -168,7 +168,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
 
 
 def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> RaisedRecord:
-    """Return the record of a method that was called twice, too early or too late."""
+    """Return the record of a method of GradScaler that was called twice, too early, too late or on wrong tensors."""
     here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
     first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
     match misuse.kind:

@@ -2,8 +2,8 @@
 
 A weight is the upper half of its float32 value, rounded half away from zero. The low half is the lower 16 bits of the
 value, as int16. Read as int32, the value is `weight * 2**16 + low`: a low half is negative exactly where the weight was
-rounded away from zero. So `join(split(x)) == x`, bit for bit; a NaN comes back as torch's default NaN. torch's own
-rounding goes half to even, and would lose the direction at a tie.
+rounded away from zero. So `join(split(x)) == x`, bit for bit, except that a NaN may come back as another NaN. torch's
+own rounding goes half to even, and would lose the direction at a tie.
 
 After an edit of a weight, the low half stays, so the value is off by at most half the spacing of bfloat16. A weight of
 0 with a negative low half can only be an edit. It joins to 0.

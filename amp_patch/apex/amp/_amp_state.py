@@ -36,7 +36,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 prints no messages; it can be set at any time."""
+        """Above 0, messages are printed. Scripts may set it at any time."""
         return self._verbosity
 
     @verbosity.setter

@@ -54,7 +54,7 @@ class FP16_Optimizer:
         self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
-        self._gradient_scale: Tensor | None = None  # the loss scale that gradients carry; None before a `backward`
+        self._gradient_scale: Tensor | None = None  # the loss scale of gradients; None until the next `backward`
         self._is_unscaled = False  # whether gradients of float32 parameters have been divided by that scale
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []

@@ -1,8 +1,9 @@
 """`Tape`: the calls that a script has made since its last optimizer step, so that the step can be repeated.
 
-The tape holds the calls of models, of torch's functions between and after them, and of `backward`. It does not hold
-calls inside of a model. If an argument was made by an earlier call on the tape, the tape stores that call and the
-position of the tensor in its result (`Made`), not the tensor. Other tensors, such as batches, are stored (`Given`).
+The tape holds the calls of models, the calls of torch's functions outside of models, and the calls of `backward`. It
+does not hold calls inside of a model. If an argument was made by an earlier call on the tape, the tape stores that call
+and the position of the tensor in its result (`Made`), not the tensor. Other tensors, such as batches, are stored
+(`Given`).
 """
 
 import functools

@@ -37,7 +37,7 @@ class Judged(NamedTuple):
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
-    """Return the verdicts, the table and the notes. With `width`, the table is at most about that wide."""
+    """Return the verdicts, the table and the notes. With `width`, make the table fit, if possible."""
     verdicts = [verdict.text for verdict in judge_runs(comparison)]
     if verdicts:
         verdicts.append("")

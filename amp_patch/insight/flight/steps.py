@@ -113,7 +113,7 @@ class StepFollower(events.Watcher):
             self._end(optimizer)
         return result
 
-    # ---- both --------------------------------------------------------------------------------------------------------
+    # ---- events and hooks --------------------------------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer) -> None:
         if self._sampler.is_sampling and optimizer in self._hooks:

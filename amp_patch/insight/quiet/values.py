@@ -44,7 +44,7 @@ UNLIKE = 0.25
 """A result is lost in rounding if it differs by more than this part from the result without rounding before it."""
 
 _ROUNDING = 0.2
-"""The root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and by the root mean square of values."""
+"""The root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and the root mean square of values."""
 
 _NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if their size is unknown
 
@@ -347,7 +347,7 @@ def _make_in_float32(op: Op) -> Tensor | None:
 
 
 def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
-    """Return the share of values that stay distinct; None if they are not evenly spaced, or fewer than 16."""
+    """Return the share of values that stay distinct; None if they are not evenly spaced, or fewer than 16 differ."""
     values = exact.double().unique()
     if values.numel() < 16:
         return None
