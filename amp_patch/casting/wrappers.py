@@ -269,10 +269,7 @@ class OpCasts:
         return prepare
 
     def _blacklist(self, original: OpFunction) -> PrepareCall:
-        """Return a `prepare` for an op that runs in float32.
-
-        A call that names a dtype, or with `inplace=True`, runs as it was written.
-        """
+        """Return a `prepare` for an op that runs in float32. Calls with a dtype or `inplace=True` run as they are."""
         to_float, convert = self.to_float, get_conversion(float32)
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 

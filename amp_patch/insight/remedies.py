@@ -64,7 +64,7 @@ class Remedy:
 
 
 def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy that runs the modules and ops of a fix in float32.
+    """Return the remedy that runs the modules and ops of `fault.fix` in float32.
 
     The list of the remedy extends the last list of the run, or else a shipped list. If a smaller loss scale helps, the
     remedy has this scale, too.

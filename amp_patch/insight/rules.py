@@ -64,10 +64,10 @@ class RuleFinder:
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the spelling under which a list has a patched attribute; None if no list has it.
+        """Return the `Spelling` under which a list has a patched attribute; None if no list has it.
 
         An attribute that no list names may be an alias of a listed one, with the same replacement. Then return the
-        spelling of the listed attribute, if an earlier call has found it.
+        `Spelling` of the listed attribute, if an earlier call has found it.
         """
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
         spelling = spelling or self._by_replacement.get(id(replacement))  # an alias

@@ -14,7 +14,7 @@ from .tensors import is_whole, storage_of, tensors_in
 
 
 class Twins:
-    """Keeps the values of tensors in float32, by the storages of these tensors."""
+    """Keeps the *twins* of tensors: the values that they would have in float32. Tensors of one storage share theirs."""
 
     def __init__(self) -> None:
         # By the id of a storage: the storage, its values in float32, and the size of its elements.

@@ -79,9 +79,9 @@ class Tracker:
 def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
     """Return a function for the argument `on_sample` of `insight.FlightRecorder`. It logs the samples to `target`.
 
-    The tags are `flight/output/<module>` and `flight/gradient/<module>` for the largest magnitudes,
-    `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in `Tracker`. A run
-    of Weights & Biases gets all numbers of a sample in one call.
+    The tags are `flight/output/<module>`, `flight/gradient/<module>` and `flight/value/<name>` for the largest
+    magnitudes, `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in
+    `Tracker`. A run of Weights & Biases gets all numbers of a sample in one call.
     """
     if hasattr(target, "log") and not hasattr(target, "add_scalar"):
 

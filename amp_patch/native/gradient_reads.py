@@ -1,6 +1,6 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-At the end of a scaled backward pass, it patches the functions that scripts use for this, such as `Tensor.norm`.
+At the end of many scaled backward passes, it patches the functions that scripts use for this, such as `Tensor.norm`.
 `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
 `step`. So they are not there during a forward pass in a region.
 """

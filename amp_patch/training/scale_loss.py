@@ -51,7 +51,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._cache = cache if not is_delayed else None  # a delayed block leaves the copies for the next block
 
     def __enter__(self) -> Tensor:
-        loss, self._loss = self._loss, None  # the block must not keep the graph alive
+        loss, self._loss = self._loss, None  # the block must not keep the graph of the loss alive
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
         if self._cache is not None and not self._gradients.open_blocks():

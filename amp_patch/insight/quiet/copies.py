@@ -1,4 +1,7 @@
-"""`CopyWatch`: finds ops that use an old 16-bit copy of a weight. torch.autocast keeps copies until a region ends."""
+"""`CopyWatch`: finds ops that use an old 16-bit copy of a weight, which has changed since the copy was made.
+
+torch.autocast keeps such copies until its region ends.
+"""
 
 import weakref
 from dataclasses import dataclass
@@ -62,7 +65,7 @@ class CopyWatch:
     def __init__(self, name: Any, find_module: Any) -> None:
         self._name = name
         self._find_module = find_module
-        self._copies: dict[int, _Copy] = {}  # of the copies that are alive, by the id of the storage
+        self._copies: dict[int, _Copy] = {}  # the copies that are alive, by the id of the storage
         self._stale: dict[str, _Stale] = {}  # by the line
         self.step = 0
 
@@ -90,7 +93,7 @@ class CopyWatch:
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 
     def _check(self, op: Op, tensor: Tensor) -> None:
-        """Note a tensor that an op reads, if it is an old copy."""
+        """Note a tensor that an op of the script reads, if the tensor is an old copy."""
         storage = tensor.untyped_storage()
         known = self._copies.get(id(storage))
         if known is None:

@@ -223,18 +223,18 @@ class Tally:
         return sorted(self._find_lost(), key=lambda lost: lost.role != WEIGHTS)
 
     def _find_lost(self) -> Iterator[QuietRecord]:
-        every = [each for tensors in self.tensors.values() for each in tensors.values()]
+        all_changes = [changes for tensors in self.tensors.values() for changes in tensors.values()]
         # A tensor with as many elements as one that collects rounding errors loses nothing: its errors are collected.
-        compensated = {each.numel for each in every if each.total.is_rest}
+        compensated = {changes.numel for changes in all_changes if changes.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]
-            strongest = max(each.total.power for each in tensors.values())
+            strongest = max(changes.total.power for changes in tensors.values())
             lost = {
-                name: found
-                for name, each in tensors.items()
-                if each.total.power > NEGLIGIBLE * strongest
-                and each.numel not in compensated
-                and (found := each.find_lost()) is not None
+                name: lost_change
+                for name, changes in tensors.items()
+                if changes.total.power > NEGLIGIBLE * strongest
+                and changes.numel not in compensated
+                and (lost_change := changes.find_lost()) is not None
             }
             if not lost:
                 continue

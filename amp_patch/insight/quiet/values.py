@@ -317,17 +317,17 @@ class ValueWatch:
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
-            found = None if known is None else self._differences.get(id(known))
-            if found is None:
+            lost = None if known is None else self._differences.get(id(known))
+            if lost is None:
                 continue
             if made and (name in _UNCHANGING or (name == "add" and math.isfinite(_number_in(op)))):
-                self._differences[id(made[0])] = found
+                self._differences[id(made[0])] = lost
                 continue
-            is_distance = found.is_of_alike and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
-            is_added_back = name == "add" and any(storage_of(given) in found.operands for given in op.inputs())
+            is_distance = lost.is_of_alike and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
+            is_added_back = name == "add" and any(storage_of(given) in lost.operands for given in op.inputs())
             if not is_distance and not is_added_back:
                 del self._differences[id(known)]
-                self._findings.add(QuietCause.CANCELLED, found.place, found.dtype, error=found.error)
+                self._findings.add(QuietCause.CANCELLED, lost.place, lost.dtype, error=lost.error)
 
 
 def _adds_up(op: Op) -> bool:
