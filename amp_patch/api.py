@@ -107,8 +107,7 @@ def initialize(
         patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
-        cast_model_outputs: dtype of the models' floating outputs. Default: float32 at levels that cast models, else
-            unchanged.
+        cast_model_outputs: dtype of the models' floating outputs. Default: float32 if models are cast, else unchanged.
         num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
             `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
@@ -255,7 +254,8 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
-    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text.
+    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text, and
+    SessionError before `initialize`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -272,7 +272,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number or text.
+    The result is differentiable, and has the dtype of the gradients. Raises the same errors as `scale`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)

@@ -167,14 +167,15 @@ class FaultRecord:
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.
-            `share`: the share of values in the output that do not fit, from 0 to 1.
+            `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown.
             `parameter`: the name of the parameter or buffer that came in, whose gradient came in, or that the
             optimizer's step wrote; "" for another tensor.
         evidence: numbers that show the cause:
-            `largest`: the largest finite magnitude among the inputs; NaN if unknown.
+            `largest`: the largest finite magnitude among the inputs; 0 without inputs, NaN if unknown.
             `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
             float32 does not hold it, or if it was not computed; NaN if a part of it is NaN there, too.
-            `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
+            `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it, and for
+            a value that an optimizer's step produced.
             `trail`: the ops before this op, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for

@@ -86,7 +86,7 @@ class HardwareRecord:
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
-        threads: the number of threads of the runs.
+        threads: the number of threads of the run whose numbers are promised. The bands come from more runs.
         kept: of the 16-bit tensors that lose changes by rounding, the share of elements whose change is stored; None if
             no tensor loses any, or if the run that measures it failed.
         kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.

@@ -183,7 +183,7 @@ def describe_move(pair: Moved) -> str:
 
 
 def describe_dtypes(op: ContractOp) -> str:
-    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16"."""
+    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16". "()" stands for no tensors."""
     return f"{', '.join(op.given) or '()'} -> {', '.join(op.out) or '()'}"
 
 
@@ -194,7 +194,7 @@ def _describe_rule(op: ContractOp) -> str:
 
 
 def list_constants(op: ContractOp) -> str:
-    """Return the constants among the arguments of an op."""
+    """Return the constants among the arguments of an op, or "none"."""
     return ", ".join(op.constants) or "none"
 
 
