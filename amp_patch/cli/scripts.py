@@ -201,7 +201,7 @@ class ScriptRunner:
         with run_folder as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
-            # --everywhere only acts on a run that casts ops and scales no loss; a run in float32 has no level and lists
+            # --everywhere casts the ops of the whole script, in runs that cast ops and need no loss scale
             has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
             python_arguments, environment = run_command.prepare(
                 self._command,

@@ -1,4 +1,7 @@
-"""A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy."""
+"""A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy.
+
+In a *quiet loss*, a run in 16 bits loses values or their changes, and everything stays finite.
+"""
 
 from collections.abc import Callable, Iterator
 

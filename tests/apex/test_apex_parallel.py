@@ -527,6 +527,12 @@ def test_a_layer_itself_is_returned_as_a_new_one_and_a_lazy_one_is_refused():
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
+def test_converting_a_converted_model_keeps_the_options_of_its_layers():
+    layer, x = SyncBatchNorm(5, channel_last=True, fuse_relu=True), torch.randn(3, 2, 5)
+    expected = copy.deepcopy(layer)(x)
+    torch.testing.assert_close(convert_syncbn_model(nn.Sequential(layer))(x), expected)
+
+
 def test_layers_can_be_copied_and_work_without_a_process_group():
     x = torch.randn(3, 2, 5)
     layer = SyncBatchNorm(5, channel_last=True, fuse_relu=True)

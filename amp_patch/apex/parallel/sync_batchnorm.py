@@ -143,8 +143,9 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
-    so optimizers stay valid. They keep the training mode and `requires_grad`, both of which Apex lost. Hooks are lost,
-    so call this before `amp.initialize`. Raises ModelError for a lazy layer that has not been called yet.
+    so optimizers stay valid. They keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
+    `fuse_relu` and `channel_last`, all of which Apex lost. Hooks are lost, so call this before `amp.initialize`. Raises
+    ModelError for a lazy layer that has not been called yet.
     """
     return _convert(module, process_group, channel_last, {})
 
@@ -163,6 +164,8 @@ def _convert(
             )
         settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
+        if isinstance(module, SyncBatchNorm):
+            result.channel_last, result.fuse_relu = channel_last or module.channel_last, module.fuse_relu
         # the tensors themselves, not copies: optimizers hold them
         get_own_parameters(result).update(get_own_parameters(module))
         get_own_buffers(result).update(get_own_buffers(module))

@@ -56,7 +56,7 @@ class LowOps:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager: ignore the ops of the block, which are the probe's own."""
+        """Context manager: ignore the ops of the block, which are not the script's."""
         watch = self._watch
         if watch is None or watch.is_busy:
             yield

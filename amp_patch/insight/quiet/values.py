@@ -103,7 +103,7 @@ class ValueWatch:
 
     Args:
         storages: knows the op that wrote a storage last.
-        find_op: returns the op of a record, or None once it is no longer kept.
+        find_op: returns the op that wrote a value, for the `Written` of the value; None once it is no longer kept.
         findings: receives the losses.
     """
 
@@ -113,8 +113,8 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # values rounded to 16 bits: the dtype, by the id of the record
-        self._differences: dict[int, _Difference] = {}  # by the id of the record of the result
+        self._coarse: dict[int, torch.dtype] = {}  # values rounded to 16 bits: the dtype, by the id of the `Written`
+        self._differences: dict[int, _Difference] = {}  # by the id of the `Written` of the result
 
     def end_step(self) -> None:
         """Forget the values of the step."""
@@ -124,7 +124,7 @@ class ValueWatch:
         self._differences.clear()
 
     def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
-        """Look at an op of a forward pass. `made` has the records of its floating results."""
+        """Look at an op of a forward pass. `made` has a `Written` for each of its floating results."""
         if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # a tensor is empty, or hides its values
             return
         is_root = self._begin(op, call)
