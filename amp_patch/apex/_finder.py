@@ -57,7 +57,7 @@ class _AliasLoader(importlib.abc.Loader):
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
         If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask this loader, and Python would
-        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute is an object.
+        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay an object.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
@@ -139,7 +139,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         """Return the spec of a module of an installed `apex` that is completed, or of the stand-in.
 
         Return None for names that are not Apex's, for modules that neither has, and if an installed `apex` is left
-        alone. For a part of Apex that neither has but that has a modern replacement, raise ModuleNotFoundError.
+        alone. If there is a modern replacement for a part of Apex that neither has, raise ModuleNotFoundError.
         """
         # `from apex import RNN` looks for `amp_patch.apex.RNN`, because the stand-in keeps its own `__name__`
         if fullname.startswith(self._package + "."):
@@ -240,8 +240,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
         """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
 
-        NVIDIA's with `amp` is left alone, and NVIDIA's without `amp` is completed. An `apex` of another project is
-        replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not NVIDIA's.
+        NVIDIA's Apex with `amp` is left alone, and NVIDIA's Apex without `amp` is completed. An `apex` of another
+        project is replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not
+        NVIDIA's.
 
         Args:
             spec: the spec of the installed `apex`, or None if there is none.

@@ -219,7 +219,7 @@ class OpCasts:
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights
-        # under torch.autocast, such leaves go to `to_low`, which may hold a copy of any of them
+        # under torch.autocast, leaves that require gradients go to `to_low`, which may hold copies of them
         may_cache_leaves = self.autocast is not None
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -474,7 +474,7 @@ class OpCasts:
 def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
     """Return a faster replacement of `x[index] = values` than `general`, the replacement that `replace` made.
 
-    If nothing has to be cast, it calls torch's own function. This is so if the index consists of numbers and slices: it
+    The faster one calls torch's own function if nothing has to be cast. For example, an index of numbers and slices
     selects a view, to which torch copies values of any dtype. Arguments with an override go to torch's function, too,
     which calls the override.
     """

@@ -139,7 +139,7 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Write unscaled gradients to masters and float32 parameters, update the loss scale, and set `overflow`.
 
-        Before the first `backward` after `zero_grad`, there is no scale to divide by: set `overflow` to False.
+        Between `zero_grad` and the next `backward`, gradients have no scale: copy them, and set `overflow` to False.
         """
         pairs = self._pairs()
         for parameter, master in pairs:

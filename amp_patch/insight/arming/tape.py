@@ -48,7 +48,7 @@ class Call:
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
-        made: for each tensor among the results, a weak reference and its version.
+        made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
         scale: for a loss, a function that returns the loss scale.
         arrived: for a backward pass through code whose calls are not on the tape: the results of models, each with the
@@ -151,7 +151,7 @@ class Tape:
                 tensor.register_hook(functools.partial(self.note_gradient, made))
 
     def note_alias(self, tensor: Tensor, source: Tensor) -> None:
-        """Note that `tensor` is a copy of `source` that amp has cast. When the step is repeated, amp casts it again."""
+        """Note that `tensor` is a copy of `source` that amp has cast. A repeated step casts `source` again."""
         if tensor is source:
             return
         named = self._find(source) or Given(source, read_version(source))
@@ -166,7 +166,7 @@ class Tape:
         # the id of a tensor that is gone may belong to another tensor
         if known is None or known[0]() is not tensor:
             return None
-        # the `forward` of an autograd.Function computed the tensor without a graph; then the tensor got that node
+        # an autograd.Function computed the tensor without a graph in `forward`, and then gave it a node of its own
         is_wrapped = isinstance(known[1], Made) and not known[1].has_graph and has_graph(tensor)
         return None if is_wrapped else known[1]
 

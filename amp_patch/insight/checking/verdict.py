@@ -18,9 +18,8 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's is another script if a smaller share of its calls of ops is equal.
-
-Equal calls may differ in their dtypes.
+"""A script with another name than the contract's counts as another script if a smaller share of its calls of ops is in
+the contract, too. The dtypes of the calls do not matter.
 """
 
 GROWN = 2.0
@@ -281,8 +280,8 @@ def _judge_numbers(
 ) -> Iterator[Break]:
     """Yield a broken promise for each number that left its band, causes before effects.
 
-    Of a number with a value for each step, only the first such step is reported. `ops`: the ops of the contract, and
-    the ops of the run.
+    If a number has a value for each step, only the first step with a value out of its band is reported. `ops`: the ops
+    of the contract, and the ops of the run.
     """
     pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
     scale = promised.curve("loss scale")

@@ -1,7 +1,7 @@
 """Finds the error that each op adds in 16 bits.
 
-`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in another
-run; their errors are those that `OpErrors` has measured.
+`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in any
+other run; their errors are those that `OpErrors` has measured.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`StepFollower`: tells a `Sampler` of the steps of a script's own loop."""
+"""`StepFollower`: begins and ends the steps of a `Sampler` as the optimizers of a script's own loop step."""
 
 import functools
 import weakref
@@ -42,7 +42,7 @@ class StepFollower(events.Watcher):
         self._scalers: list[Any] = []
         self._counter = StepCounter()
         self._step = 0
-        self._told: Optimizer | None = None  # a session has told that its step began; hooks do nothing until it ends
+        self._told: Optimizer | None = None  # whose step a session reports; hooks do nothing until the step ends
         self._has_stepped = False
 
     def open(self, undo: UndoStack) -> None:
@@ -85,7 +85,7 @@ class StepFollower(events.Watcher):
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, taken or skipped."""
         is_begun, self._told = self._told is not None, None
-        if not is_begun:  # for a step with a closure, the session only tells the end
+        if not is_begun:  # for a step with a closure, the session only reports the end
             if self._hooks.get(optimizer):  # its hook has counted this step
                 return
             self._begin(optimizer)
@@ -134,7 +134,7 @@ class StepFollower(events.Watcher):
 
         Optimizers that were passed to `initialize` get no hook, because with a hook they could not skip a step on the
         device. Optimizers of a `NativeSession` (a script with torch.autocast) keep their hooks. The hooks do nothing
-        during a step that the session has told.
+        during a step that the session reports.
         """
         self._sampler.attach(self._get_models, session, self._scalers)
         bound: list[Optimizer] = []

@@ -26,10 +26,10 @@ COMPENSATED = 1e-4
 """A tensor collects rounding errors, as in Kahan's sum, if its norm in float32 is below this part of its own norm."""
 
 NEGLIGIBLE = 1e-6
-"""A tensor does not count if its mean squared change is at most this part of the largest one of its source: noise."""
+"""A tensor does not count if its mean squared change is at most this part of the largest of its source: it is noise."""
 
 RECENT, FEW = 16, 3
-"""How many of the last changes of a tensor are kept, and how many of these it takes to show that it is stuck."""
+"""How many of the last changes of a tensor are kept, and how many of these show that the tensor is stuck."""
 
 CONVERGED = 16
 """A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
