@@ -145,9 +145,28 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
     so optimizers stay valid. They keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
     `fuse_relu` and `channel_last`, all of which Apex lost. Hooks are lost, so call this before `amp.initialize`. Raises
-    ModelError for a lazy layer that has not been called yet.
+    ModelError for a lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's
+    BatchNormAct2d with its activation: a SyncBatchNorm would not run them. Then nothing has changed.
     """
+    for layer in module.modules():
+        if isinstance(layer, BatchNormBase):
+            _check(layer)
     return _convert(module, process_group, channel_last, {})
+
+
+def _check(layer: BatchNormBase) -> None:
+    """Raise ModelError for a layer that a SyncBatchNorm cannot replace."""
+    name = type(layer).__name__
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        raise ModelError(f"{name} has uninitialized parameters: run one forward pass before convert_syncbn_model")
+    children = get_own_children(layer).items()
+    # timm's BatchNormAct2d, for example, runs its children `drop` and `act` in a forward of its own
+    lost = [child_name for child_name, child in children if child is not None and not isinstance(child, nn.Identity)]
+    if lost:
+        raise ModelError(
+            f"{name} also runs its {' and '.join(lost)}, which a SyncBatchNorm would leave out: convert the model with"
+            " the library of this layer, such as timm.layers.convert_sync_batchnorm"
+        )
 
 
 def _convert(
@@ -157,11 +176,6 @@ def _convert(
         return converted[module]
     result = module
     if isinstance(module, BatchNormBase):
-        if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-            raise ModelError(
-                f"{type(module).__name__} has uninitialized parameters: run one forward pass before"
-                " convert_syncbn_model"
-            )
         settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
         if isinstance(module, SyncBatchNorm):
