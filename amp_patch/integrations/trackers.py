@@ -26,8 +26,9 @@ class Tracker:
 
     The norm is over the unscaled gradients of the coming step; with a sharded model, over all shards together. An entry
     is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
-    does not wait, unless a gradient is sparse. The loss scale and the number of skipped steps have the values that the host knew at the time of the
-    entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are logged.
+    does not wait, unless a gradient is sparse. The loss scale and the number of skipped steps have the values that the
+    host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are
+    logged.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
