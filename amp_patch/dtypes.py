@@ -36,7 +36,7 @@ _BY_NAME = {
 }
 
 DTYPE_WORDS = tuple(_BY_NAME)
-"""The words by which users may name a dtype."""
+"""The names that users may give for a dtype."""
 
 TensorCast = Callable[[Tensor], Tensor]
 

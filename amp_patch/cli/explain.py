@@ -1,4 +1,4 @@
-"""`amp-patch explain`: shows for each op of a script in which precision it ran, by which rule, and its casts.
+"""`amp-patch explain`: shows the precision in which each op of a script ran, the rule that decided it, and the casts.
 
 The script runs unmodified, as under `amp-patch run`, until the steps to record have ended.
 """

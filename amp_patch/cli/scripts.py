@@ -256,7 +256,7 @@ class ScriptRunner:
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
-        """Context manager: make the folder for the files that a run writes. They are kept if the run has a name.
+        """Context manager: make the folder for the files that a run writes. The files are kept if the run has a name.
 
         Yields the arguments of `scratch.redirect`, or None for a run that writes its files in place.
         """

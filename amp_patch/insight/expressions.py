@@ -83,7 +83,7 @@ class Source:
         return ast.unparse(node) if text is None or "\n" in text else text
 
     def calls_of_statement(self, line: int) -> Iterator[ast.Call]:
-        """Yield the calls of the innermost statement around a line, without those of statements inside of it."""
+        """Yield the calls of the innermost statement around a line, without the calls of statements inside of it."""
         around = [
             node
             for node in self._by_place.values()

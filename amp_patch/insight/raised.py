@@ -93,9 +93,9 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _find_reason(error: BaseException) -> BaseException | None:
-    """Return the exception for which the script raised `error`: its cause, or the one that the script had caught.
+    """Return the exception for which the script raised `error`: its `__cause__`, or an exception that it had caught.
 
-    An exception that it caught counts only if `error` comes from a `raise` in the same function.
+    A caught exception counts only if `error` comes from a `raise` in the same function.
     """
     caught = error.__context__
     if error.__cause__ is not None or caught is None:
@@ -131,7 +131,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRecord:
-    """Return a record with the facts that every exception has. Its cause is only a placeholder."""
+    """Return a record with the facts that every exception has. The `cause` in it is only a placeholder."""
     inner, own = levels.innermost, levels.own
     site = "" if inner is None else inner.place
     return RaisedRecord(

@@ -171,7 +171,7 @@ class Redirected:
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
-            # the attribute `name` must be the path that the script passed, and not the one that was opened
+            # the attribute `name` must be the path that the script passed, not the path that was opened
             raw.name = os.fspath(file)
         return opened
 

@@ -143,7 +143,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
-    so optimizers stay valid. They keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
+    so optimizers stay valid. New layers keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
     `fuse_relu` and `channel_last`, all of which Apex lost. Hooks are lost, so call this before `amp.initialize`. Raises
     ModelError for a lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's
     BatchNormAct2d with its activation: a SyncBatchNorm would not run them. Then nothing has changed.

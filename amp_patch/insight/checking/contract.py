@@ -104,7 +104,7 @@ class HardwareRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRecord:
-    """L2 norms of a module's tensors, each with its band: by which share of the norm a later run may differ.
+    """L2 norms of a module's tensors, each with its band: the share of the norm by which a later run may differ.
 
     A band is None if the number is not promised.
 

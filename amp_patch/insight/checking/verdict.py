@@ -200,8 +200,8 @@ def list_constants(op: ContractOp) -> str:
 def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
     """Add the ops that only one run has to a verdict: as a note, or as a broken promise before its effects.
 
-    They are a broken promise if `is_break`, or if they may be the cause of another one: of a number out of its band, or
-    of the dtypes that another op gets.
+    These ops are a broken promise in three cases: `is_break` is True, a number is out of its band, or an op got
+    arguments in other dtypes. In the last two cases, they may be the cause.
 
     Args:
         verdict: has the broken promises about ops, optimizers and numbers already.
@@ -377,7 +377,7 @@ def _is_comparable(
     """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
     It makes none if the module has no weights, such as an activation, and its ops differ: the script may call it at
-    other places now, so its first call may be another one.
+    other places now, so its first calls in the two runs may not correspond.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
 

@@ -35,7 +35,7 @@ LEARNED = 10.0
 
 RESOLVED = 20.0
 """A difference that is large beside the gain is judged only if the gain is more than this multiple of the
-difference of the first losses. That difference is from rounding alone, because the runs start from equal weights.
+difference of the first losses. The first losses differ by rounding alone, because the runs start from equal weights.
 """
 
 OFF = 0.3

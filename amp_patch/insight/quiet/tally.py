@@ -214,7 +214,7 @@ class Tally:
         tensors.setdefault((name, 0 if name else number), _OfTensor(numel, source.limit)).add(step, change)
 
     def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor, name: str) -> None:
-        """Add a weight decay that changes no element of a tensor. Its true change counts as 1."""
+        """Add a weight decay that changes no element of a tensor, although it should. |true|^2 counts as 1."""
         source = Source(site, "mul_", optimizer, WEIGHT_DECAY)
         self.add(step, source, Change(0.0, 1.0, 0.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor)
 
