@@ -130,7 +130,7 @@ class TracedRun:
     def report_none(self) -> int:
         """Print that no fault was found, and quiet losses, or why nothing could be checked. Return the exit code.
 
-        Raises KeyboardInterrupt if Ctrl-C ended the run, unless there are quiet losses and no step was checked.
+        Raises KeyboardInterrupt if Ctrl-C ended the run.
         """
         from ..insight import note_float32
 
@@ -143,15 +143,17 @@ class TracedRun:
             notes = note_float32(self.watched.recordings[0])
             print_report("\n".join([f"every value fits, in {count_of(fitting, 'step')}", *notes]), [is_good])
             self.print_quiet()
-            if not self.is_interrupted:
-                return FAULT if self.quiet else 0
-        elif self.quiet:  # no step was checked, for example because the script changes weights without an optimizer
+            code = FAULT if self.quiet else 0
+        elif self.quiet:  # the script has failed, or no step was checked: it may change weights without an optimizer
             self.print_quiet()
-            return FAULT
+            code = FAULT
+        else:
+            code = TROUBLE
         if self.is_interrupted:
             raise KeyboardInterrupt
-        print_error(self._prog, "failed", self._describe_end())
-        return TROUBLE
+        if code == TROUBLE:
+            print_error(self._prog, "failed", self._describe_end())
+        return code
 
     def _describe_end(self) -> str:
         """Return how the script ended: before a step could be checked, or with an error."""
