@@ -322,7 +322,7 @@ def _name_module(module: ModuleRecord) -> str:
 
 
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
-    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module."""
+    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module, or None."""
     if name == "update":
         return compare_norms(old.update, new.update)
     return compare_sketches(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
