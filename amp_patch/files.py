@@ -13,8 +13,8 @@ _NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, text in UTF-8. Raises OSError with the path.
 
-    Writes a temporary file beside it and renames that, so the old file survives a full disk or a killed process. If
-    only the file may be written, and not its folder, the file is overwritten in place. Anything but a regular file,
+    Writes a temporary file in the same folder and renames it, so the old file survives a full disk or a killed process.
+    If only the file may be written, and not its folder, the file is overwritten in place. Anything but a regular file,
     such as /dev/stdout or a pipe, is written to directly. A link stays a link, and its target is written.
     """
     target = Path(os.path.realpath(path))
@@ -29,7 +29,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
             target.write_bytes(data)
             return
         if existed:
-            # raises an error for a file that may not be written, which renaming would replace nevertheless
+            # raises an error if the file may not be written; renaming would replace such a file nevertheless
             with target.open("ab"):
                 pass
         try:
@@ -43,7 +43,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the OSError that `write_file` would raise, as far as it can be known before. Leaves nothing changed."""
+    """Raise the OSError that `write_file` would raise, as far as that is known in advance. Changes no file."""
     target = Path(os.path.realpath(path))
     try:
         try:
@@ -70,7 +70,7 @@ def _replace(target: Path, data: bytes, existed: bool) -> None:
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
     finally:
-        with contextlib.suppress(OSError):  # it is gone if it was renamed
+        with contextlib.suppress(OSError):  # after the renaming, it is gone
             temporary.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Formats tables of text, and texts with counts and numbers. Fits tables and sentences into a width."""
+"""Formats tables, counts and names with numbers as text. Fits tables and sentences into a width."""
 
 import re
 import textwrap
@@ -8,11 +8,11 @@ WIDTH = 100
 """The width, in characters, into which commands fit their output."""
 
 _GAP = 2  # the number of spaces between the columns of a table
-_EMPTY = ("", "-")
+_EMPTY = ("", "-")  # cells without a text
 
 
 def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = _GAP) -> list[str]:
-    """Return rows, which have the same number of cells, as lines with aligned columns.
+    """Return rows as lines with aligned columns. All rows must have the same number of cells.
 
     Args:
         left: the number of columns that are aligned to the left; the others are aligned to the right. None: all are
@@ -50,7 +50,7 @@ class Table:
     Args:
         heading, rows: the cells.
         left: the number of columns that are aligned to the left.
-        least: the columns whose texts may be shortened, by their headings, each with its least width.
+        least: the least width of each column whose texts may be shortened, by its heading.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Table:
         self._least = least
 
     def has(self, name: str) -> bool:
-        """Return whether the table has a column."""
+        """Return whether the table has a column with this heading."""
         return name in self._columns
 
     def drop_empty(self, counts: Sequence[str] = ()) -> None:
-        """Leave out each column that says nothing: without a text, or among `counts` and with zeros only."""
+        """Leave out columns without a text, and columns of `counts`, by their headings, that have only zeros."""
         for name, cells in [*self._columns.items()]:
             shown = [cell for cell in cells if cell not in _EMPTY]
             is_zero = name in counts and not any(cell.strip("0.%") for cell in shown)
@@ -74,7 +74,9 @@ class Table:
                 del self._columns[name]
 
     def leave_out(self, names: Sequence[str], width: int) -> list[str]:
-        """Leave out columns, in this order, until the table can be shortened to `width`. Return their headings."""
+        """Leave out columns, in the order of `names`, until the table can be shortened to `width`. Return the headings
+        of the columns that were left out.
+        """
         out: list[str] = []
         for name in names:
             if self.least_width() <= width:
@@ -115,7 +117,9 @@ class Table:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text of at most `width` characters. It keeps more of its end, where names differ."""
+    """Return `text`, shortened to `width` characters (3 or more) if it is longer: its beginning, "...", and twice as
+    much of its end, where names differ.
+    """
     if len(text) <= width:
         return text
     kept = width - 3
@@ -124,7 +128,7 @@ def shorten(text: str, width: int) -> str:
 
 
 _LABELLED = re.compile(r"( *(?:\S+(?: \S+)*:? {2,})?)(.*)")
-_STEP = 2  # how much further a line below a label may be indented
+_STEP = 2  # how much further than the text behind a label a line below it may be indented
 _QUOTED = re.compile("`[^`]*`")
 _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 
@@ -132,11 +136,12 @@ _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 def wrap_sentences(text: str, width: int = WIDTH) -> str:
     """Return a text with its sentences wrapped to `width` characters. Tables, lists, code and long words stay whole.
 
-    A sentence begins a line, or follows a short label and two spaces. Its further lines are indented by two spaces, or
-    aligned with the text after the label. Sentences in the lines below, aligned with this text, are wrapped too.
+    A sentence stands at the beginning of a line, or after a short label and two spaces. The lines to which it is
+    wrapped are indented by two spaces, or aligned with the text after the label. Lines below that are aligned with this
+    text already are wrapped, too.
     """
     wrapped: list[str] = []
-    column = 0  # where the text behind the last label begins; 0: none is above
+    column = 0  # where the text behind the last label begins; 0 without a label above
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip())
         is_below = 0 < column <= indent <= column + _STEP
@@ -148,14 +153,14 @@ def wrap_sentences(text: str, width: int = WIDTH) -> str:
 
 
 def _label_of(line: str) -> tuple[str, str]:
-    """Return the label of a line, with the spaces around it, and the text behind it."""
+    """Return the label of a line, with the spaces around it, and the text behind the label."""
     match = _LABELLED.fullmatch(line)
     assert match is not None  # the pattern fits every line
     return match[1], match[2]
 
 
 def _wrap_line(line: str, width: int, *, is_below: bool = False) -> Iterator[str]:
-    """Yield the lines of a line. `is_below`: it stands below the text behind a label, and is aligned with it."""
+    """Yield the lines to which a line is wrapped. `is_below`: it is aligned with the text behind a label above it."""
     label, sentence = _label_of(line)
     is_code = label.isspace() and not is_below  # such as in a traceback
     if len(line) <= width or len(label) > width // 4 or is_code or _IS_DATA.search(_QUOTED.sub("`", sentence)):
@@ -173,7 +178,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def natural_order(text: str) -> list[tuple[int, str]]:
-    """Return a sort key for a name that compares numbers in it as numbers: block.9 comes before block.10."""
+    """Return a sort key for names that compares their numbers as numbers: block.9 comes before block.10."""
     key = []
     for part in re.findall(r"\d+|[^\d.]+", text):
         if part.isdecimal():

@@ -45,10 +45,11 @@ def make_printable(text: str) -> str:
 def print_report(text: str, judged: Sequence[bool | None] = ()) -> None:
     """Print text to stdout, with sentences wrapped, and flush it.
 
-    In colour, the heading of a table (the line above dashes) is bold, and so is the beginning of each verdict.
+    The first lines of the text may be verdicts. In colour, the beginning of a verdict is green if it is good, red if it
+    is bad, or else bold; and the heading of a table (the line above dashes) is bold.
 
     Args:
-        judged: for each of the first lines, which are verdicts, whether it is good; None for neither good nor bad.
+        judged: for each verdict, whether it is good; None for neither good nor bad.
     """
     lines = make_printable(text).split("\n")
     shown = [_paint_verdict(line, is_good) for line, is_good in zip(lines, judged, strict=False)]
@@ -61,12 +62,12 @@ def print_report(text: str, judged: Sequence[bool | None] = ()) -> None:
 
 
 def print_verdict(line: str, is_good: bool | None = None) -> None:
-    """Print a verdict to stdout, as `print_report` does."""
+    """Print one verdict to stdout, as `print_report` does, and flush it."""
     print(_paint_verdict(make_printable(line), is_good), flush=True)
 
 
 def _paint_verdict(line: str, is_good: bool | None) -> str:
-    """Return a verdict, wrapped, with its beginning (up to a bracket or a semicolon) in the style of the result."""
+    """Return a verdict, wrapped, with its beginning (the first line, up to a bracket or a semicolon) in colour."""
     style = {True: GREEN, False: RED, None: BOLD}[is_good]
     wrapped = wrap_sentences(line)
     end = min(index for index in (*map(wrapped.find, (" (", ";", "\n")), len(wrapped)) if index >= 0)

@@ -207,11 +207,11 @@ without_functions: Callable[[], AbstractContextManager[None]] = torch._C.Disable
 get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_get_scale_async")
 
 
-def has_compiled() -> bool:
-    """Return whether Dynamo has compiled code in this process. If torch drops the name, False."""
+def count_compiled() -> int:
+    """Return how often Dynamo has compiled a function in this process. If torch drops the name, return 0."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
-    return bool(counters.get("frames"))
+    return int(counters.get("frames", {}).get("total", 0))
 
 
 def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -3,18 +3,22 @@
     import amp_patch.apex
 
     amp_patch.apex.install()
-    from apex import amp  # from here on
+    from apex import amp  # this package's
 
 or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` imports this package.
-`amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that does
-not exist here raises an error that names a modern replacement.
+`amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that is
+missing here raises an error, which names a modern replacement if there is one.
 
-If an `apex` is installed, it depends on which one. NVIDIA's with `amp` (until 2025) is left alone: it is used, and
-nothing of this package. NVIDIA's without `amp` is completed: it is used, and only the parts that it lacks come from
-here. An `apex` of another project (PyPI has one) is replaced, with a warning. With `force`, any of them is replaced.
+If an `apex` is installed, what `import apex` finds depends on its kind:
+
+* NVIDIA's with `amp` (until 2025): the installed package, and nothing of this one.
+* NVIDIA's without `amp`: the installed package. The parts that it lacks come from here.
+* The `apex` of another project (PyPI has one): this package, with a warning.
+
+With `force`, `import apex` finds this package in any case.
 """
 
-__role__ = ""  # in reports of `insight`: see its `sites`
+__role__ = ""  # for reports: `insight/sites.py` explains the roles
 
 import contextlib
 from collections.abc import Sequence
@@ -31,7 +35,7 @@ __all__ = ["GONE_EXTENSIONS", "DeprecatedFeatureWarning", "Installed", "describe
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The class of Apex's warnings since 2022, for scripts that silence them. No warning of this package has it."""
+    """The class of Apex's warnings since 2022, for scripts that silence them. This package issues no such warning."""
 
 
 class Installed(contextlib.ExitStack):
@@ -45,8 +49,8 @@ class Installed(contextlib.ExitStack):
 def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: bool = False) -> Installed:
     """Make `import apex`, its submodules and `import amp_C` find the stand-in.
 
-    In a second call, `opt_level` and `lists` replace the values of the first call, if either is given. `force` has no
-    effect there.
+    If an earlier call is still in force, this one only sets `opt_level` and `lists`: if either is given, both replace
+    the earlier values. `force` then has no effect.
 
     Args:
         opt_level: a level to use instead of the script's.

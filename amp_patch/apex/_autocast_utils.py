@@ -9,7 +9,7 @@ from ._core import cast_tree
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Return the arguments. If autocast is enabled on its device, a floating tensor that is not float64 is cast."""
+    """Return the arguments. Floating tensors on devices where autocast is enabled are cast, except float64."""
     cast: tuple[Any, ...] = cast_tree(args, _cast)
     return cast
 

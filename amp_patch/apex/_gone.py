@@ -1,4 +1,4 @@
-"""The parts of Apex that the stand-in lacks, each with its purpose and a modern replacement."""
+"""The parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and a modern replacement."""
 
 _GONE = {
     "apex.amp.wrap": (
@@ -64,7 +64,7 @@ _GONE = {
     ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
-    # only Apex's own optimizers called these
+    # functions that only Apex's own optimizers called
     "amp_C.multi_tensor_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "amp_C.multi_tensor_adam_capturable": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
     "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
@@ -89,12 +89,12 @@ without advice, because scripts only try the import to find out whether the modu
 
 
 def describe(name: str) -> tuple[str, str] | None:
-    """Return the missing part of Apex that holds a dotted name, such as "apex.transformer", and its description.
+    """Return the missing part of Apex that is or contains the dotted name `name`, and the description of the part.
 
-    Returns None for any other name.
+    For "apex.transformer.tensor_parallel", the part is "apex.transformer". Returns None for any other name.
     """
     parts = {**_GONE, **COMPILED}
-    # the longest first, because parts are inside other parts
+    # the longest first, because a part may be inside another part
     for part in sorted(parts, key=len, reverse=True):
         if name == part or name.startswith(part + "."):
             return part, parts[part]

@@ -1,12 +1,12 @@
 """`amp_C`, a compiled extension of Apex, rebuilt on `torch._foreach_*`.
 
 Tensors may be on any device, of any floating dtype, contiguous or not. The functions named `multi_tensor_...` take a
-chunk size (ignored), a flag (one integer element) and `tensor_lists`, and write their results into the lists. The flag
-becomes 1 if a tensor that the function checks holds inf or NaN; no function sets it back to 0. The docstring of such a
-function begins with the names of its lists, in their order: "[inputs, outputs]" means that `tensor_lists` is a list of
-inputs and a list of outputs.
+chunk size (ignored), a flag (one integer element) and `tensor_lists`. They write their results into these lists, but
+`multi_tensor_l2norm` returns them. Functions that check a list set the flag to 1 if a tensor in it holds inf or NaN; no
+function sets the flag back to 0. The docstring of such a function begins with the names of its lists, in their order:
+"[inputs, outputs]" means that `tensor_lists` is a list of inputs and a list of outputs.
 
-Functions of Apex's `amp_C` that only its own optimizers called are left out. Unlike Apex's, `multi_tensor_lamb` does
+Some functions that only Apex's own optimizers called are left out: see `_gone`. Unlike Apex's, `multi_tensor_lamb` does
 not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.
 """
 
@@ -26,7 +26,7 @@ Lists = Sequence[Tensors]
 
 
 def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> list[Tensor]:
-    """Return copies in float32 (float64 for float64), times `factor`. Set the flag if a tensor holds inf or NaN."""
+    """Return copies in float32 (float64 for float64), times `factor`. Set `flag`, if given, for inf and NaN."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
         # one launch for all tensors, where `Tensor.to` would take one for each
@@ -70,7 +70,7 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """[xs]: return the L2 norm of all tensors together, of shape (1,), and of each tensor, of shape (n,), in float32.
 
-    Without `per_tensor`, the second has shape (0,). Sets the flag if the norm is not finite.
+    Without `per_tensor`, the second has shape (0,). Sets the flag if the norm of all tensors together is not finite.
     """
     xs = tensor_lists[0]
     total = updates.total_norm(xs, noop_flag.device).float()
@@ -193,9 +193,10 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """[gradients, params, exp_avgs, exp_avg_sqs, updates]: the first half of `updates.lamb_`. Writes u to `updates`.
+    """[gradients, params, exp_avgs, exp_avg_sqs, directions]: the first half of `updates.lamb_`.
 
-    `per_tensor_decay`, the weight decay of each tensor, has shape (n,). `step` counts from 0.
+    Writes u of the formula there to the directions. `per_tensor_decay` has shape (n,): the weight decay of each tensor.
+    `step` counts from 0.
     """
     norm, betas = global_grad_norm.reshape(()), (beta1, beta2)
     corrections = updates.bias_corrections(betas, step + 1, True)
@@ -217,17 +218,17 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """[params, updates]: the second half of `updates.lamb_`, p -= lr (|p| / |u|) u. The norms have shape (n,).
+    """[params, directions]: the second half of `updates.lamb_`, p -= lr (|p| / |u|) u, where u is the direction.
 
-    If `weight_decay` is 0 and `use_nvlamb` is false, p -= lr u.
+    The norms have shape (n,). If `weight_decay` is 0 and `use_nvlamb` is false, p -= lr u.
     """
     params, directions = tensor_lists
     norms = (per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
-    for update, p, param_norms, update_norms in updates.at_full_precision(directions, params, *norms):
-        step = update
+    for direction, p, param_norms, direction_norms in updates.at_full_precision(directions, params, *norms):
+        update = direction
         if weight_decay != 0 or use_nvlamb:
-            step = updates.adapt(update, torch.stack(param_norms), torch.stack(update_norms))
-        foreach_add_(p, step, alpha=-lr)
+            update = updates.adapt(direction, torch.stack(param_norms), torch.stack(direction_norms))
+        foreach_add_(p, update, alpha=-lr)
 
 
 @torch.no_grad()

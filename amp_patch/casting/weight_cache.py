@@ -1,26 +1,27 @@
 """`WeightCache`: 16-bit copies of float32 parameters, so that whitelisted ops do not cast a weight at each use.
 
-A copy is `p.to(low)` with gradients enabled. The autograd node of a cast saves nothing, so the copy carries gradients
-to the parameter in any number of forward and backward passes.
+A copy is `p.to(low)`, made with gradients enabled. The autograd node of a cast saves no tensor, so the same copy
+carries gradients to the parameter in any number of forward and backward passes.
 
 A forward pass must never use old weights. So a copy belongs to an *entry*, and is used only while the entry is *valid*:
 
 * Events after which weights may be different invalidate entries: optimizer steps, both ends of an outermost forward
   without gradients, the exit of `scale_loss`, and `refresh`. Version counters alone do not show every edit, because
   fused optimizers do not raise them.
-* Each use compares the parameter with the `Signature` that it had when it was copied. The entry holds the memory of the
-  parameter, so that no other tensor can get its address.
+* Each use compares the parameter's `Signature` with the one from when the copy was last written. The entry keeps the
+  memory of the parameter alive, so that no other tensor can get the same address.
 
-Code that records ops (traces, and dispatch modes that do more than watch) must see the cast each time, and gets no
-copy. Inside a function transform no copy is made, but the copy of a valid entry is used.
+Code that records ops (traces, and dispatch modes that do more than watch) must record a cast at each use, and gets no
+copy. Inside a function transform, such as `torch.func.grad`, a valid copy is used, but none is made.
 
 What happens to a copy whose entry is not valid any more depends on the device:
 
-* On a GPU, launching a kernel takes longer than running it. So copies that no autograd graph holds are *refreshed* in
-  place, all of them in one `torch._foreach_copy_`. A copy that a live graph holds is replaced by a new one.
-* On a CPU, copies are dropped. A new copy is in the CPU's own caches: with refreshed copies, a step of a small
-  transformer took 5 % longer. They are dropped when an outermost `scale_loss` block begins. From then on only the graph
-  holds them, so the backward pass frees them one by one.
+* On a GPU, launching the kernel of a cast takes longer than running it. So the next use of an invalid copy *refreshes*
+  all invalid copies in place, with one `torch._foreach_copy_` for each device. A copy that a live autograd graph holds
+  must keep its values, and is replaced by a new one.
+* On a CPU, invalid copies are dropped, because a new copy is in the CPU's own caches: with refreshed copies, a step of
+  a small transformer took 5 % longer. Valid copies are also dropped when an outermost `scale_loss` block begins. From
+  then on only the graph holds them, so the backward pass frees each after its last use.
 """
 
 import contextlib
@@ -55,8 +56,8 @@ SMALL_ON_CPU = 2**15
 """On a CPU, a copy of fewer elements costs as much to store and look up as to make (torch 2.13.0, AVX512_BF16)."""
 
 PLAIN_USES = 2
-"""The first two uses of a small parameter after an invalidation take a plain cast each. Later uses, as in an unrolled
-RNN, get a copy."""
+"""The number of uses of a small parameter after an invalidation that take a plain cast each. Later uses, as in an
+unrolled RNN, get a copy."""
 
 
 @dataclass(slots=True)
@@ -82,11 +83,13 @@ class _Entry:
     idle_uses: tuple[int, int] = (0, 0)
 
     def count_uses(self) -> tuple[int, int]:
-        """Return the reference counts of the copy and its storage: a graph holds the copy itself or a view of it."""
+        """Return the reference counts of the copy and its storage. A graph that holds the copy, or a view of it, raises
+        one of them.
+        """
         return get_tensor_uses(self.copy), get_storage_uses(self.storage_address)
 
     def may_be_refreshed(self) -> bool:
-        """Return whether no graph holds the copy, and the parameter has the same identity as before."""
+        """Return whether no graph holds the copy, and the copy's graph still fits the parameter (see `identity`)."""
         return (
             self.parameter.dtype is torch.float32
             and _is_cacheable(self.parameter)
@@ -104,7 +107,7 @@ def _identify(parameter: Tensor) -> tuple[object, ...]:
 
 
 def are_refreshed_on(device_type: str) -> bool:
-    """Return whether copies on devices of a type are refreshed in place, and not dropped and made again."""
+    """Return whether invalid copies on devices of a type are refreshed in place. Otherwise they are dropped."""
     return device_type != "cpu"
 
 
@@ -113,11 +116,12 @@ class WeightCache:
 
     Args:
         low: the dtype of the copies.
-        device_type: decides whether copies are refreshed in place, or dropped.
+        device_type: the type of the devices (see `are_refreshed_on`).
         is_rounded: whether copies are float32 tensors, rounded to the low dtype. Such copies are not refreshed, because
             that would take two casts.
-        smallest: parameters with fewer elements get a copy only at their third use: see `PLAIN_USES`. (Autograd adds
-            up the gradients of plain casts in float32, and those of a copy in the low dtype, as under torch.autocast.)
+        smallest: parameters with fewer elements get a copy only from their third use on: see `PLAIN_USES`. (Autograd
+            adds up the gradients of several plain casts in float32, and the gradients of several uses of a copy in the
+            low dtype, as under torch.autocast.)
 
     Attributes:
         valid: the valid entries, by the id of the parameter.
@@ -138,12 +142,12 @@ class WeightCache:
         self.owned: dict[int, Tensor] = {}
         self._is_refreshed = are_refreshed_on(device_type) and not is_rounded
         self._entries: dict[int, _Entry] = {}  # entries that are refreshed
-        self._uses: dict[int, int] = {}  # the number of uses of small parameters since the last invalidation
+        self._uses: dict[int, int] = {}  # the uses of small tensors since the last invalidation, by id
         self._is_bypassed = False
         self._lock = threading.RLock()
 
     def own(self, parameters: Iterable[Tensor]) -> None:
-        """Let these parameters have copies from now on. Only float32 parameters get one."""
+        """Let these parameters have copies from now on. Parameters of other dtypes than float32 get none."""
         for parameter in parameters:
             self.owned[id(parameter)] = parameter
 
@@ -162,8 +166,8 @@ class WeightCache:
         self.invalidate_all()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts a tensor to the low dtype. It returns the copy of a valid entry if there is
-        one. Otherwise it calls `plain_cast`, and stores the result if the tensor may have an entry.
+        """Return the function that casts a tensor to the low dtype. It returns the tensor's copy if its entry is valid.
+        Otherwise it calls `plain_cast`, and stores the result if the tensor may have an entry.
         """
         valid, owned, float32 = self.valid, self.owned, torch.float32
         smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
@@ -200,7 +204,7 @@ class WeightCache:
         return to_low
 
     def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
-        """Refresh all copies, and return the copy of this parameter. If it has none, make and store one."""
+        """Refresh all invalid copies, and return the copy of `tensor`. If it has none, make and store one."""
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)
@@ -224,8 +228,8 @@ class WeightCache:
         self._entries.pop(key, None)
 
     def _refresh(self) -> None:
-        """Write the parameters of all invalid entries to their copies, with one kernel for each device, so that these
-        entries are valid again. Drop entries whose copy must not be written.
+        """Write the parameters of all invalid entries to their copies, so that these entries are valid again: one
+        foreach call for each device. Drop entries whose copy must not be written.
         """
         refreshed: list[_Entry] = []
         for key in list(self._entries):  # a garbage collection in this loop may remove entries
@@ -242,9 +246,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
-        """Context manager: no thread uses or makes copies while the block runs. A tracer must record casts, and not
-        their results.
-        """
+        """Context manager: no thread uses or makes copies while the block runs, so that a tracer records every cast."""
         before, self._is_bypassed = self._is_bypassed, True
         self.invalidate_all()
         try:
@@ -260,8 +262,8 @@ class WeightCache:
                 self._uses.pop(id(parameter), None)
 
     def leave_to_graphs(self) -> None:
-        """Drop all copies, unless they are refreshed in place. Then only graphs hold them, and a backward pass frees
-        each after its last use.
+        """Drop all copies, unless copies are refreshed in place. A dropped copy is held by graphs alone, so a backward
+        pass frees it after its last use.
         """
         if not self._is_refreshed:
             self.invalidate_all()
@@ -273,14 +275,14 @@ class WeightCache:
 
 
 class RegionCache(WeightCache):
-    """The copies of a session under `torch.autocast`. Each leaf that requires gradients may have a copy, while torch's
-    own cache of weights is enabled.
+    """The copies of a session under `torch.autocast`. Each float32 leaf that requires gradients may have a copy, while
+    torch's own cache of weights is enabled.
 
-    An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's own cache
-    returns no old copies then, because it drops all copies when a thread leaves its outermost region, and keeps none
-    under `cache_enabled=False`. This cache does the same: `torch.clear_autocast_cache` is patched to drop its copies,
-    and each use asks torch whether its cache is enabled. The fast paths of ops, which read `valid` themselves, would
-    not ask. So `valid` stays empty, and copies are in `_copies`.
+    An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's cache returns
+    no old copies then, because it is cleared whenever a thread leaves its outermost region, and keeps nothing under
+    `cache_enabled=False`. This cache does the same: a patch of `torch.clear_autocast_cache` drops its copies, too, and
+    each use asks torch whether torch's cache is enabled. The fast paths of ops read `valid` without asking. So `valid`
+    stays empty here, and copies are in `_copies`.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
@@ -288,7 +290,9 @@ class RegionCache(WeightCache):
         self._copies: dict[int, ValidEntry] = {}
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts one tensor to the low dtype: with a stored copy, or with `plain_cast`."""
+        """Return the function that casts a tensor to the low dtype. It returns a stored copy that is still up to date,
+        or calls `plain_cast`.
+        """
         copies, float32 = self._copies, torch.float32
 
         def to_low(tensor: Tensor) -> Tensor:
@@ -313,8 +317,9 @@ class RegionCache(WeightCache):
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Drop the copies of parameters that an optimizer has updated."""
-        for parameter in parameters:
-            self._copies.pop(id(parameter), None)
+        if self._copies:
+            for parameter in parameters:
+                self._copies.pop(id(parameter), None)
 
     def invalidate_all(self) -> None:
         """Drop every copy."""

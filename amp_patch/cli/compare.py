@@ -1,7 +1,7 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`, at least twice for each of the --runs. The probe that looks into
-layers would disturb the time of a step, so it watches a run of its own.
+The script runs unmodified, as under `amp-patch run`, at least twice for each of the --runs: for losses and times, and
+for layers, whose measurement would make steps slower.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference = asked[0]
     if arguments.everywhere:
         for level in (name.split("+")[0] for name in [*(asked or ()), reference]):
-            # a run in float32 casts nothing, so any script can take it
+            # a run in float32 gets no region around the script, so --everywhere allows its level
             if level not in ("as-is", "script") and not get_level(level).is_plain:
                 check_everywhere(arguments.parser, level, [])
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
-    """Make the runs, print and write the results, also after Ctrl-C, and return the exit code."""
+    """Make the runs, print and write the results, and return the exit code. After Ctrl-C, the results so far."""
     prefix, is_interrupted = arguments.parser.prog, False
     try:
         campaign.run()
@@ -117,9 +117,11 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _advise(comparison: "Comparison") -> str:
-    """Return advice on a level for this machine. It names no level whose run failed, or is worse than the reference."""
+    """Return advice on a level for this machine. It recommends no level whose run failed, or is worse than the
+    reference.
+    """
     advice, verdicts = get_advice(comparison.recording.run.device), comparison.verdicts
-    good, bad = [], []  # the runs at the levels of the advice, or in their dtype
+    good, bad = [], []  # the runs at the advised levels, or in the dtype of these levels
     for run in comparison.runs:
         if run.run.startswith(advice.levels) or (run.low and run.low == advice.low):
             is_good = verdicts.get(run.run)
@@ -135,7 +137,7 @@ def _advise(comparison: "Comparison") -> str:
 
 
 def _runs(text: str) -> list[str]:
-    """Return the names of runs, from a text with commas between them."""
+    """Return the names of the runs in a text such as "O0,O4+my_lists.yaml"."""
     return [_run(part.strip()) for part in text.split(",")]
 
 

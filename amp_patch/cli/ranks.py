@@ -1,8 +1,8 @@
 """`Ranks`: lets the processes of a command work together if a launcher starts the command for each rank, as in
 `torchrun -m amp_patch trace train.py`.
 
-Each of these processes runs the script for its own rank. The ranks of one machine share a folder. The first of them
-reads the recordings of all, and prints the result; the others print nothing.
+Each of these processes runs the script for its own rank. The ranks of one machine share a folder. The first rank of the
+machine reads the recordings of all its ranks, and prints the result; the commands of the other ranks print none.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from ..errors import SessionError
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 30.0
-"""The most seconds that the first rank waits for the others if one of them has failed, or the run is over."""
+"""How long the first rank waits before it gives up on ranks that may hang (see `Ranks.wait`)."""
 
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -38,8 +38,8 @@ class Ranks:
     def __init__(self, local_rank: int, count: int) -> None:
         self.local_rank = local_rank
         self.count = count
-        # The ranks of one launch have the same parent and the same variables, so they all compute the same name for
-        # their folder, and no other launch does.
+        # The ranks of one launch on this machine have the same parent process and the same variables, so they all
+        # compute the same name for their folder. Another launch has another parent.
         name = "\n".join([str(os.getppid()), *(os.environ.get(variable, "") for variable in _LAUNCH_VARIABLES)])
         digest = hashlib.sha256(name.encode()).hexdigest()
         self.folder = Path(tempfile.gettempdir(), f"amp-patch-ranks-{digest[:16]}")
@@ -53,7 +53,7 @@ class Ranks:
     def meet(self) -> Iterator[str]:
         """Context manager: make the shared folder unless it exists. At the end, the first rank removes it.
 
-        Yields the path of the folder. Raises SessionError if there is a file, or a folder of another user.
+        Yields the path of the folder. Raises SessionError if that path is a file, a link, or another user's folder.
         """
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
@@ -77,14 +77,17 @@ class Ranks:
         sys.exit(0)
 
     def find_code(self) -> int:
-        """Return the exit code of the first other rank whose script has failed so far, or 0."""
+        """Return the exit code of the lowest rank, without the first, whose script has failed; 0 if none has so far."""
         codes = (self._code_of(rank) for rank in range(1, self.count))
         return next((code for code in codes if code), 0)
 
     def wait(self, *, is_over: bool) -> None:
         """Wait until the scripts of the other ranks have ended.
 
-        If the run is over or one of them has failed, it ends at the latest `_PATIENCE_SECONDS` after it began.
+        Once `_PATIENCE_SECONDS` have passed, give up if `is_over`, or if one of these scripts has failed.
+
+        Args:
+            is_over: this rank has ended its script early, or another rank has failed, so that scripts may hang.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while any(self._code_of(rank) is None for rank in range(1, self.count)):
@@ -93,7 +96,7 @@ class Ranks:
             time.sleep(_POLL_SECONDS)
 
     def _code_of(self, rank: int) -> int | None:
-        """Return the exit code of the script of a rank, or None if it still runs."""
+        """Return the exit code of a rank's script, or None if the rank has not written it yet (see `leave`)."""
         try:
             return int((self.folder / f"ended-{rank}").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -114,9 +117,8 @@ def find_ranks() -> Ranks | None:
 
 
 def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
-    """Report a usage error if a launcher has started a command that runs the script several times.
-
-    Only the first rank of each machine prints the error.
+    """Exit with a usage error if a launcher has started this process for one of several ranks, because `command` runs
+    the script several times. Only the first rank of each machine prints the error.
     """
     ranks = find_ranks()
     if ranks is None:
@@ -130,7 +132,7 @@ def refuse_ranks(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def name_for_node(path: Path) -> Path:
-    """Return the path to write to on this machine: on all but the first, it contains the number of the machine."""
+    """Return `path`; on all machines of a launch but the first, with the number of the machine before the suffix."""
     node = os.environ.get("GROUP_RANK", "")
     if find_ranks() is None or not node.isdecimal() or node == "0":
         return path

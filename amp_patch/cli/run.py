@@ -1,12 +1,13 @@
 """`amp-patch run`: runs a script unmodified, at another level or with other op lists.
 
-A script that was written for NVIDIA Apex imports the stand-in for `apex`. In a script with torch.autocast, lists change
-the dtypes of its ops.
+In a script that was written for NVIDIA Apex, `import apex` finds amp_patch's stand-in, unless an installed apex has
+`amp` and --force is not given. In a script with torch.autocast, levels and op lists change the dtypes of ops in its
+regions.
 
 The command replaces its own process by a new Python (on Windows, it starts one and waits), and puts the folder
-`startup` at the front of PYTHONPATH. The `sitecustomize` in it sets all of this up, in the script's process and in
-every Python that the script starts (launchers, spawned workers, data loaders). The script then is the main program, as
-under `python script.py`, and no frame of this package is on its stack.
+`startup` at the front of PYTHONPATH. Each Python imports the `sitecustomize` in this folder first, which sets all of
+this up: in the script's process, and in every Python that the script starts (launchers, spawned workers, data loaders).
+The script is the main program, as under `python script.py`. When it begins, no frame of this package is on its stack.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from .values import check_lists, get_level, new_file, oplist, opt_level
 IS_WINDOWS = os.name == "nt"
 
 STARTUP = Path(__file__).with_name("startup")
-"""The folder with `sitecustomize`."""
+"""The folder that contains `sitecustomize.py`."""
 
 EXAMPLES = (
     "amp-patch run train.py  # a script that imports apex",
@@ -37,7 +38,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's own options. Arguments after the script, or after `-m MODULE`, belong to the script."""
+    """Declare the options. Arguments after SCRIPT, or after `-m MODULE`, belong to the script or module."""
     parser.usage = (
         "%(prog)s [--opt-level LEVEL] [--lists LIST] [--everywhere] [--force]"
         f" [--quiet] {armed.USAGE} [--json FILE] [--] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> None:
     """Declare the options that change how a script runs.
 
-    Without `has_level`, --opt-level is hidden from the help. The command then reports it with a better message than
-    argparse would.
+    Without `has_level`, --opt-level is accepted but hidden from the help, so that the command can refuse it with a
+    better message than argparse's.
     """
     text = "use this level instead of the script's: O0 to O5 (O0, O1 or O4 for torch.autocast)"
     if not has_level:
@@ -85,7 +86,7 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Replace this process by the interpreter that runs the script; on Windows, run it and exit with its code."""
+    """Replace this process by a Python that runs the script. On Windows, run that Python, and exit with its code."""
     parser = arguments.parser
     if arguments.everywhere:
         check_everywhere(parser, arguments.opt_level, arguments.lists)
@@ -106,7 +107,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         watch=armed.watch_in_place(arguments),
     )
     check_lists(parser, "--lists", *arguments.lists)
-    # after --, options are surely meant for the script
+    # after an explicit `--`, options are surely meant for the script
     if not is_explicit:
         for option in _find_options_behind(command):
             note = f"{option} after the script was passed to the script; for amp-patch, write it before the script"
@@ -135,8 +136,8 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 def _find_options_behind(command: list[str]) -> list[str]:
     """Return options after the script that the user probably meant for this command.
 
-    Other commands accept their options there. Many scripts for Apex have an option --opt-level of their own: then their
-    source contains its name, or reads sys.argv.
+    Unlike this command, the others also accept their own options after the script. Many scripts for Apex have an option
+    --opt-level themselves: then their source contains "opt-level", or reads sys.argv.
     """
     given = {argument.partition("=")[0] for argument in command}
     misplaced = []
@@ -177,12 +178,12 @@ def prepare(
 
     Args:
         command: the script, or `-m` and a module, followed by the arguments of the script.
-        needs_region: wait for the script to use amp or torch.autocast. Nothing is recorded before that, and a script
-            that never does fails at its end.
+        needs_region: wait for the script to use mixed precision: amp, torch.autocast or 16-bit weights. Nothing is
+            recorded before that, and a script that takes steps without it fails at its end.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
         is_quiet: do not print to stderr how the script was changed.
-        watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Without a folder,
-            no command waits for the recording.
+        watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Its "folder" is
+            where the waiting command reads the recordings, or None if no command waits.
         scratch: the arguments of `scratch.redirect`, which `sitecustomize` calls; None redirects no files.
     """
     settings: dict[str, object] = {
@@ -197,7 +198,8 @@ def prepare(
     if watch is not None:
         settings["watch"] = watch
     if watch is not None or everywhere or opt_level is not None or lists:
-        # The first process that reports how it changed the script creates this file; the others then stay silent.
+        # A script may start several processes. The first that reports how the script was changed creates this file; the
+        # others then stay silent.
         marker = None
         if not is_quiet:
             marker = os.path.join(tempfile.gettempdir(), f"amp-patch-{uuid.uuid4().hex}.reported")

@@ -1,8 +1,8 @@
 """`amp-patch trace`: finds the first value of a script that does not fit into its dtype (a *fault*), the op that made
 it, the reason, and a remedy.
 
-The script runs unmodified, as under `amp-patch run`, until the step with the fault has ended. With `--fix`, it then
-runs again with a list against the fault, to see whether the list is enough.
+The script runs unmodified, as under `amp-patch run`, until the step with the first fault has ended, or to its own end.
+With `--fix`, it then runs again with a list against the fault, to see whether the list is enough.
 """
 
 import argparse
@@ -57,11 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, and print the faults and quiet losses. Return an exit code.
+    """Run the script, print what was found, and return an exit code.
 
-    0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit or is lost quietly, or
-    the script misuses GradScaler or autocast, or raises because of dtypes. 2 (`TROUBLE`): the script could not be
-    checked, or this command failed.
+    0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit, or is lost quietly (16
+    bits lose it although it is finite), or the script misuses GradScaler or autocast, or raises because of dtypes. 2
+    (`TROUBLE`): the script could not be checked, or this command failed.
     """
     try:
         if arguments.armed:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _trace(arguments: argparse.Namespace) -> int:
     repeating_runner = None
-    if arguments.fix is not None:  # report usage errors of --fix before the first run, which may take long
+    if arguments.fix is not None:  # before the first run, which may take long, to report usage errors of --fix at once
         refuse_ranks(arguments.parser, "trace --fix")
         repeating_runner = ScriptRunner(arguments, is_repeated=True)
     first, last = arguments.steps or (0, None)

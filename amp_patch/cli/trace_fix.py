@@ -1,4 +1,8 @@
-"""`amp-patch trace --fix`: writes a list against a fault, an exception or a quiet loss, and runs the script with it."""
+"""`amp-patch trace --fix`: repairs what a traced run has reported, and runs the script with the repair.
+
+For a fault (a value that does not fit into its dtype) or an exception, the repair is an op list. For a quiet loss (16
+bits lose values although all are finite), the repair is another level.
+"""
 
 import argparse
 import os
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, RaisedRecord, Recording, remedies
 
 FURTHER = 10
-"""The number of steps after the fault that a list must get through without a fault, unless --steps is given.
+"""The number of steps after the fault that must be without a fault for a list to be enough, unless --steps is given.
 
 Steps that a dynamic loss scale skips do not count, because they prove nothing about the list.
 """
@@ -31,7 +35,7 @@ _ROUNDS = 5
 
 
 def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
-    """Write a list against what a traced run has reported, or find a level. Return 0 if the repair is enough."""
+    """Repair what a traced run has reported: write a list, or find a level. Return 0 if the repair is enough."""
     if traced.faults:
         return _fix_fault(runner, arguments, *traced.faults[0])
     if traced.raised:
@@ -71,7 +75,7 @@ def _fix_fault(
         further = find_remedy(fault, recording.run)
         next_remedy = remedies.merge(remedy, replace(further, sites=()))  # an edit of the script adds no entry
         if next_remedy == remedy and alternative.has_list:
-            next_remedy, alternative = alternative, replace(alternative, ops=())  # try the alternative once
+            next_remedy, alternative = alternative, replace(alternative, ops=())  # without ops, it is not tried again
         # if no entry can be added, another round would have the same result
         if next_remedy == remedy or traced.is_interrupted:
             break
@@ -90,8 +94,8 @@ def _locate(name: str, lists: list[str], folder: Path) -> str:
         name: the list that the run used: the name of a shipped list, or a file, perhaps without its folder.
         lists: the lists of the command line. The file is looked for among them, and in the working directory.
 
-    Returns "" if the file is not found, because only the script knows its path. The new list then extends nothing, and
-    is used on top of the script's lists.
+    Returns "" if the file is not found: only the script knows its path then. The new list extends nothing in this case,
+    and is used on top of the script's lists.
     """
     if config.list_names.is_shipped(name):
         return name
@@ -110,16 +114,16 @@ def _format_list(remedy: "remedies.Remedy", command: str) -> str:
 
 
 def _keep_with_note(path: Path) -> None:
-    """Write into a list that it is not enough, and print that the file is left."""
+    """Add a comment to the file of a list that the list is not enough, and print that the file stays."""
     command, *entries = path.read_text(encoding="utf-8").splitlines()
     write_file(path, "\n".join([command, "# not enough by itself: see what this command reports", *entries, ""]))
     print_report(f"{path.name} is left with these entries, and a comment in it says that they are not enough")
 
 
 def _report_fixed(traced: TracedRun, path: Path, arguments: argparse.Namespace) -> int:
-    """Print whether a list is enough, after a run with it that had no fault. Return the exit code."""
+    """Print whether a list is enough, after a run with the list that had no fault. Return the exit code."""
     traced.print_search()
-    if traced.are_all_skipped:  # without a step that was taken, the run proves nothing about the list
+    if traced.are_all_skipped:  # a run whose steps were all skipped proves nothing about the list
         return FAULT
     code = traced.report_none()
     if code != 0:
@@ -179,7 +183,7 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
     """Run the script at a level that keeps the values that are lost quietly. Return 0 if that level is enough.
 
-    Return `FAULT` if no level does, or if the script only misuses GradScaler or autocast.
+    Return `FAULT` if no level keeps them, or if the script only misuses GradScaler or autocast.
     """
     from ..insight import find_level, format_quiet
 
@@ -207,7 +211,7 @@ def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: Trac
 def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:
     """Train with a repair and in float32, both without a tracer. Print the losses, and return whether they agree.
 
-    Returns True if there is nothing to compare: then it prints the reason, and the repair still counts as enough.
+    If there are no losses to compare, print the reason, and return True: the repair still counts as enough.
 
     Args:
         name: the name of the repair, for messages.

@@ -1,4 +1,7 @@
-"""Finds the file of an op list by its name or path, and the version of torch that it is read for. Imports no torch."""
+"""Finds the file of an op list by name or path, and the version of torch whose rules are read from it.
+
+Imports no torch.
+"""
 
 import os
 import re
@@ -21,9 +24,9 @@ _WITH_VERSION = re.compile(r"(?P<list>.+)@(?P<version>[0-9][0-9.]*)")
 def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], Version | None]:
     """Return the list that `spec` names, and the version of torch after its `@`.
 
-    For "autocast-cuda@2.11" they are "autocast-cuda" and (2, 11, 0): the rules that the list has for torch 2.11.
-    Without an `@`, the version is None: the list is read for the running torch. Raises OpListError, without a location,
-    for a version that the lists do not know.
+    "autocast-cuda@2.11" gives "autocast-cuda" and (2, 11, 0): the rules that the list has for torch 2.11. Without an
+    `@`, the version is None: the rules for the running torch. Raises OpListError, without a location, for a version
+    that the lists do not know.
     """
     named = _WITH_VERSION.fullmatch(str(os.fspath(spec)))
     if named is None:
@@ -77,7 +80,9 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
 
 
 def _suggest(text: str, base: Path) -> str:
-    """Return a hint for an unknown name: a look-alike in it, a file of that name in `base`, or a similar list."""
+    """Return a hint about an unknown name, or "": a look-alike character in it, a file `text`.yaml in `base`, or a
+    shipped list with a similar name.
+    """
     look_alike = find_look_alike(text)
     if look_alike is not None:
         return f" Note: {look_alike[1]}."

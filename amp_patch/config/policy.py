@@ -1,4 +1,6 @@
-"""`Policy`: the properties of a session, how values are read, who may set them, and which contradict each other."""
+"""`Policy`: the properties of a session. It says how their values are read, who may set them, and which values
+contradict each other.
+"""
 
 import math
 import os
@@ -39,7 +41,7 @@ def _is_valid_scale(number: float) -> bool:
 
 
 def _has_point(value: object) -> bool:
-    """Return whether a value is written with a decimal point, as the float 2.0 or as text. Counts must have none."""
+    """Return whether a value is a float, or text with a decimal point. Either is refused as a count, even 2.0."""
     return isinstance(value, float) or (isinstance(value, str) and "." in value)
 
 
@@ -52,7 +54,7 @@ def _setting(default: float, is_allowed: Callable[[float], bool], allowed: str) 
 
     Args:
         is_allowed: whether a number is allowed as the value.
-        allowed: what is allowed, as the error for another value says it, such as "a finite positive number".
+        allowed: the words for these numbers in the error, such as "a finite positive number".
     """
     return field(default=default, metadata={"is_allowed": is_allowed, "allowed": allowed})
 
@@ -62,12 +64,12 @@ class DynamicScale:
     """How a dynamic loss scale moves: the settings of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
     Attributes:
-        init: the first scale. If the default, 2**16, is below `min_loss_scale` or above `max_loss_scale`, the scale
-            starts at that bound.
+        init: the first scale. If `init` is the default, 2**16, and lies outside of `min_loss_scale` to
+            `max_loss_scale`, the scale starts at the nearer of these bounds.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row without an overflow.
         backoff_factor: the scale is multiplied by this at an overflow.
-        hysteresis: 1 if every overflow lowers the scale. With n, the first n - 1 overflows do not lower it. The count
-            of overflows starts again when the scale grows.
+        hysteresis: with n, the first n - 1 overflows do not lower the scale, and later ones do. The count of overflows
+            starts again when the scale grows. With 1, every overflow lowers the scale.
     """
 
     init: float = _setting(INIT_SCALE, _is_valid_scale, "a finite positive number")
@@ -111,7 +113,7 @@ class DynamicScale:
 
 
 def parse_loss_scale(value: object) -> float | DynamicScale:
-    """Return a fixed scale as a float, or the settings of a dynamic one. "dynamic" means all defaults.
+    """Return a static scale as a float, or the settings of a dynamic scale. "dynamic" means all defaults.
 
     Raises PolicyError for anything else than a finite positive number, "dynamic" or a mapping of settings.
     """
@@ -137,7 +139,7 @@ def parse_loss_scale(value: object) -> float | DynamicScale:
 def _parse_boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    # Apex accepts the text "True", too: scripts pass text from their command line to `initialize`
+    # as in Apex, because scripts pass text from their command line to `initialize`
     if value in ("true", "True", "false", "False"):
         return value in ("true", "True")
     raise PolicyError(
@@ -166,7 +168,7 @@ STATE_TYPES = (torch.float32, torch.bfloat16)
 
 
 def _parse_dtype_of(name: str) -> ParseValue:
-    """Return a parser for the property `name`, whose values are dtypes. Its errors say the name."""
+    """Return the parser of the property `name`, whose values are dtypes. An error of the parser contains the name."""
     return lambda value: parse_dtype(value, name)
 
 
@@ -199,9 +201,9 @@ def _property(
     Args:
         parse: converts the value that a user gave, such as the text "true", to the type of the property. It raises
             PolicyError, ValueError or TypeError if it cannot. None for a property that users cannot set.
-        in_presets: a presets file may state the property.
-        is_override: the argument of `initialize` with the same name overrides it.
-        is_described: `describe` includes it.
+        in_presets: whether a presets file may state the property.
+        is_override: whether the argument of `initialize` with the same name overrides the property.
+        is_described: whether `describe` includes the property.
     """
     metadata = {"parse": parse, "in_presets": in_presets, "is_override": is_override, "is_described": is_described}
     return field(default=default, metadata=metadata)
@@ -236,7 +238,7 @@ class Policy:
 
     @property
     def low_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype that ops or the model are cast to, or None at a float32 level."""
+        """The 16-bit dtype to which ops or the model are cast, or None at a float32 level."""
         if self.patch_torch_functions:
             return self.patch_torch_functions_type
         if self.cast_model_type in LOW_DTYPES:
@@ -262,7 +264,7 @@ class Policy:
     def computes_in_float32(self, device_type: str) -> bool:
         """Return whether products of 16-bit values (matrix products, convolutions, ...) are computed in float32.
 
-        Under `compute="auto"`, they are computed in float32 on types of devices that have no instructions for them.
+        Under `compute="auto"`, they are if this type of device has no instructions for products in the low dtype.
         """
         low = self.low_dtype
         if low is None:
@@ -272,10 +274,10 @@ class Policy:
         return self.compute == "float32"
 
     def get_max_attention_scores(self, device_type: str) -> int:
-        """Return the largest number of attention scores (queries times keys) that are computed in float32, for speed.
+        """Return the number of attention scores (queries times keys) up to which attention is faster in float32.
 
-        0 if attention is never faster in float32 on this type of device, and under any `compute` but "auto". Of
-        interest only if `computes_in_float32(device_type)` is False; otherwise all attention is computed in float32.
+        Such attention is computed in float32. Returns 0 if there is none on this type of device, and under any
+        `compute` but "auto". If `computes_in_float32(device_type)`, all attention is computed in float32 anyway.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
@@ -283,9 +285,8 @@ class Policy:
         return get_max_attention_scores(device_type, low)
 
     def explain_compute(self, device_type: str) -> list[str]:
-        """Return messages for the user about how this device computes 16-bit products: none, or one.
-
-        There is one if products are computed in float32, or if torch imitates 16-bit products in software.
+        """Return a list with one message for the user, if products are computed in float32 on this type of device, or
+        if torch imitates 16-bit products in software there. Otherwise the list is empty.
         """
         low = self.low_dtype
         if low is None:

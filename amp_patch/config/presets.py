@@ -24,13 +24,13 @@ def make_policy(
     """Return the policy of a level, with overrides applied.
 
     Args:
-        overrides: values of properties, by name. None counts as not given. Names that are not properties are ignored,
-            so a caller can pass all its arguments.
-        presets: the presets file that has the level; by default the file in the variable AMP_PATCH_PRESETS, else the
-            shipped file.
+        overrides: values of properties, by name. None counts as not given. Names of anything that is not an override
+            (see `Policy.get_overrides`) are ignored, so a caller can pass all its arguments.
+        presets: the presets file that has the level. By default, the environment variable AMP_PATCH_PRESETS has its
+            path; if that is not set, the shipped file is read.
 
-    Raises PolicyError for an unknown level, for a value that cannot be read, and for overrides that contradict the
-    level. The message names all contradictions.
+    Raises PolicyError for an unknown level or a wrong presets file; and for overrides that cannot be read or contradict
+    the level, with all of these problems in the message.
     """
     levels = _read_presets(presets)
     if not isinstance(opt_level, str) or opt_level not in levels.names():
@@ -41,7 +41,7 @@ def make_policy(
     for name, value in overrides.items():
         if name in properties_to_override and value is not None:
             given[name] = value
-    # `lists: null` in a presets file means no lists, as if the key were missing
+    # `lists: null` in a presets file reads as None; the property is a tuple
     preset = Policy(opt_level=opt_level, **{**properties, "lists": properties.get("lists") or ()})
     policy, problems = _override(preset, given)
     problems += find_contradictions(preset, given, policy)
@@ -61,7 +61,7 @@ def make_policy_without_model(
 ) -> Policy:
     """Return the policy of a level for code without a model.
 
-    Raises PolicyError as `make_policy` does, and for a level that casts models, which would cast nothing here.
+    Raises PolicyError as `make_policy` does, and for a level that casts only models.
     """
     policy = make_policy(opt_level, overrides, presets=presets)
     if policy.low_dtype is None or policy.patch_torch_functions:
@@ -132,10 +132,10 @@ class Presets:
         return tuple(dict.fromkeys([*shipped, *self._levels]))
 
     def properties(self, level: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the values of the properties that a level states, or that a level which it extends states.
+        """Return the values of the properties that a level states or inherits through `extends`.
 
         Args:
-            seen: the levels whose `extends` led to this one, so that a circle is noticed.
+            seen: the levels through whose `extends` this level was reached, to detect a circle.
         """
         if level not in self._levels and self._shipped is not None:
             return self._shipped.properties(level)
@@ -170,7 +170,7 @@ class Presets:
 
 
 def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
-    """Return the values of a mapping by key. Raises PolicyError for any other node."""
+    """Return the nodes in a mapping, by key. Raises PolicyError if `node` is not a mapping."""
     if not isinstance(node.value, dict):
         problem = "a level must be a mapping of properties; write one such as {extends: O2, loss_scale: 128}"
         raise PolicyError(problem, path, node.line, node.column)
@@ -180,7 +180,7 @@ def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
 def _parse_properties(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     """Return the values of the properties in `entries`, the mapping in the node `level` without `extends`."""
     parsers = Policy.get_preset_properties()
-    # `null` means no value, so it is an error for `loss_scale` and `compute`, which always have one
+    # `null` means no value, so it is an error for properties with a default that is a value: `loss_scale`, `compute`
     may_be_null = {declared.name for declared in fields(Policy) if not declared.default}
     result: dict[str, Any] = {}
     for name, node in entries.items():

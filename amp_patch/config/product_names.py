@@ -1,6 +1,7 @@
 """The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
 
-On hardware without instructions for the low dtype, a session computes both in float32, and rounds the results.
+A session that computes products in float32 (see `Policy.computes_in_float32`) also computes the latter ops in float32
+on a CPU. It rounds the results of both.
 """
 
 import functools
@@ -29,8 +30,8 @@ WITHOUT_CPU_KERNEL = (
 )
 """Ops that torch 2.13 runs in float16 on a GPU but not on a CPU.
 
-Some ops lack the CPU kernel only for some arguments, such as `interpolate(antialias=True)` and `round(decimals=...)`.
-They are left out, because their usual calls have a 16-bit kernel.
+Ops that lack the CPU kernel only for some arguments, such as `interpolate(antialias=True)` and `round(decimals=...)`,
+are left out, because their usual calls have a 16-bit kernel.
 """
 
 _PRODUCT_NAMES = frozenset(name for op in PRODUCTS for name in get_names(op.rpartition(".")[2]))
@@ -57,15 +58,15 @@ def is_without_cpu_kernel(name: str) -> bool:
 
 
 def _is_among(names: frozenset[str], name: str) -> bool:
-    """Return whether a name, or the name of the op whose in-place twin it is, is one of `names`."""
+    """Return whether a name is one of `names`, or the in-place twin of one: "addmm_" of "addmm"."""
     return name in names or name.removesuffix("_") in names
 
 
 def find_float32_spellings(device_type: str) -> Iterator[tuple[object, str]]:
     """Yield each function that a session may have to compute in float32, as its owner and its name: (torch, "addmm").
 
-    These are the products, on a CPU also the ops without a 16-bit kernel, and the in-place twins of both. Ops that this
-    torch does not have are left out.
+    These are the products, on a CPU also the ops without a 16-bit kernel, and the in-place twins of both. Ops that the
+    running torch does not have are left out.
     """
     seen = set()
     for op in (*PRODUCTS, *(WITHOUT_CPU_KERNEL if device_type == "cpu" else ())):

@@ -27,7 +27,9 @@ _STAND_IN = "amp_patch.apex"
     good="import amp_patch as amp",
 )
 def covered_imports(script: Script) -> Iterator[Fault]:
-    """Under `amp-patch run`, the import finds the stand-in. Under plain `python`, it finds NVIDIA's apex, or fails."""
+    """Under `amp-patch run`, the import finds the stand-in, unless NVIDIA's apex with `amp` is installed. Under plain
+    `python`, the import finds an installed apex, or fails.
+    """
     for node in script.nodes:
         names = _apex_names(node)
         if names and not any(map(_find_missing, names)):
@@ -66,10 +68,10 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
                     yield _absent(node, alias.name)
     for attribute in script.nodes:
         if not isinstance(attribute, ast.Attribute) or isinstance(script.parent(attribute), ast.Attribute):
-            continue  # a part of a longer chain, which is looked up as a whole
+            continue  # `amp.x` in `amp.x.y`: the whole chain is looked up instead
         names = script.names.dotted(attribute)
         name = next(iter(names), "")
-        # a name with several meanings has a fallback: `try` imports it, and `except ImportError` imports another
+        # a name with several meanings has a fallback: `try` imports one thing, `except ImportError` another
         if len(names) != 1 or any(f"{name}.".startswith(f"{known}.") for known in reported):
             continue
         root, _, rest = name.partition(".")
@@ -84,7 +86,9 @@ def uncovered_names(script: Script) -> Iterator[Fault]:
 
 
 def _apex_names(node: ast.AST) -> list[str]:
-    """Return the dotted names of Apex that a statement imports; for a star import, the name of the module."""
+    """Return the dotted names of Apex that a statement imports: "apex.amp" for `from apex import amp`. A star import
+    gives the name of the module.
+    """
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -125,8 +129,8 @@ def _find_missing(dotted: str, *, is_imported: bool = True) -> tuple[str, list[s
     when the script runs.
 
     Args:
-        is_imported: the name is in an import statement. `import apex.amp._amp_state` finds the module, although the
-            attribute `amp._amp_state` is another object.
+        is_imported: whether the name is in an import statement. `import apex.amp._amp_state` finds the submodule, but
+            the attribute `amp._amp_state` is another object.
     """
     module = importlib.import_module(_STAND_IN)
     if dotted == "apex":
@@ -157,7 +161,6 @@ def _import(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # the module exists, but a module that it imports does not
         if error.name not in (name, None):
-            raise
+            raise  # the module exists, but a module that it imports does not
         return None

@@ -32,7 +32,7 @@ def canonical(dotted: str) -> str:
 class Names:
     """The imports and aliases of one script. A name is taken to mean the same in all functions.
 
-    It may mean several dotted names: scripts import one thing in `try`, and another in `except ImportError`.
+    A name may mean several dotted names: scripts import one thing in `try`, and another in `except ImportError`.
     """
 
     def __init__(self, tree: ast.Module) -> None:
@@ -56,7 +56,7 @@ class Names:
     def dotted(self, node: ast.AST) -> frozenset[str]:
         """Return the dotted names that a name, or a chain such as `nn.ReLU`, may mean, as the script imports them.
 
-        Empty for anything that is not imported, such as a local variable.
+        Returns an empty set for anything that is not imported, such as a local variable.
         """
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))

@@ -22,13 +22,13 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 """The dtype of a region that names only its device."""
 
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
-"""Words of scripts that scale losses, or use a library that does."""
+"""Fits words in scripts that scale losses, or use a library that scales them."""
 
 _WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
 
 
 class Region(NamedTuple):
-    """A region: the call of autocast, and the `with` statement or the decorated function that has the code in it."""
+    """A region: the call of autocast, and the `with` statement or the decorated function that contains its code."""
 
     call: ast.Call
     body: ast.AST
@@ -49,7 +49,7 @@ def find_regions(script: Script) -> Iterator[Region]:
 
 def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
     """Yield each `with` statement and each decorated function that uses the result of a call of autocast."""
-    # the call may be an arm of `autocast(...) if use_amp else nullcontext()`
+    # the call may be a branch of `autocast(...) if use_amp else nullcontext()`
     choice = script.parent(call)
     values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
     # region = autocast(...)
@@ -102,7 +102,7 @@ def _is_old(script: Script, call: ast.Call) -> bool:
     """,
 )
 def float16_without_scale(script: Script) -> Iterator[Fault]:
-    """float16 has no positive numbers below 6e-8. Gradients nearer to zero become zero unless the loss is scaled,
+    """float16 rounds positive numbers up to 3e-8 to zero. Gradients that small become zero unless the loss is scaled,
     and their weights are not trained.
     """
     has_disabled_scaler = _has_disabled_scaler(script)
@@ -127,16 +127,16 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
 
 
 def _has_disabled_scaler(script: Script) -> bool:
-    """Return whether the script makes GradScalers, all of them with `enabled=False`."""
+    """Return whether the script makes GradScalers, and each of them with `enabled=False`."""
     scalers = [call for call in script.calls if function_of(call).endswith("GradScaler")]
     enabled = [argument_of(call, "enabled") for call in scalers]
     return bool(enabled) and all(isinstance(value, ast.Constant) and value.value is False for value in enabled)
 
 
 def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
-    """Return the dtypes that a region may have: its argument `dtype`, or the default of its device.
+    """Return the dtypes that a region may have: those of its argument `dtype`, or the default of its device.
 
-    Returns an empty list if the script shows neither.
+    Returns an empty list if the script does not show them.
     """
     dtype = argument_of(call, "dtype", 1)
     if dtype is not None:
@@ -151,7 +151,10 @@ def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
 
 
 def _find_backward(script: Script, region: Region) -> ast.expr | None:
-    """Return a loss that goes backward in the function of a region, or in a function that calls that one, or None."""
+    """Return a loss whose `backward()` is called in the function of a region, or where that function is called.
+
+    Returns None if there is none, and for a region without gradients.
+    """
     if _is_without_gradients(script, region.body) or _has_only_blocks_without_gradients(script, region.body):
         return None
     frames = {script.frame(region.body)}
@@ -170,7 +173,10 @@ def _find_backward(script: Script, region: Region) -> ast.expr | None:
 
 
 def _is_without_gradients(script: Script, node: ast.AST) -> bool:
-    """Return whether a node is, or is in, a `with torch.no_grad():` block or the like, or a function decorated so."""
+    """Return whether a node is, or is in, a `with torch.no_grad():` block or a function decorated with `no_grad`.
+
+    All names in `_WITHOUT_GRADIENTS` count. Blocks outside of the innermost function are not considered.
+    """
     entered: list[ast.expr] = []
     for outer in (node, *(outer for outer, _ in script.around(node))):
         if isinstance(outer, (ast.With, ast.AsyncWith)):
@@ -183,7 +189,7 @@ def _is_without_gradients(script: Script, node: ast.AST) -> bool:
 
 
 def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:
-    """Return whether every statement of a region is a `with torch.no_grad():` block or the like."""
+    """Return whether every statement of a region is a `with` block without gradients."""
     statements = body.body if isinstance(body, (ast.With, ast.AsyncWith)) else []
     blocks = (ast.With, ast.AsyncWith)
     return bool(statements) and all(
@@ -287,7 +293,7 @@ def _is_step(script: Script, call: ast.Call, receiver: ast.expr) -> bool:
 
 
 def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
-    """Return whether a step is in a loop inside `body`, a function or block, but not in a function inside it."""
+    """Return whether a step is in a loop inside `body`, a function or block. Functions inside `body` do not count."""
     is_in_loop = False
     for outer, field in script.around(step):
         if outer is body:
@@ -319,8 +325,9 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
     """,
 )
 def goes_backward_in_region(script: Script) -> Iterator[Fault]:
-    """A backward pass outside of the region runs each op in the dtype of its forward op. Inside of it, autocast also
-    casts the ops of autograd functions and of hooks that a script defines. torch advises against it.
+    """Outside of the region, a backward pass runs each op in the dtype of its forward op. Inside the region, autocast
+    also casts ops in the backward pass: those of autograd functions and of hooks that a script defines. torch advises
+    against a backward pass there.
     """
     for region in find_regions(script):
         if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _has_training_loop(script, region.body):
@@ -360,8 +367,8 @@ _LOSSES = re.compile(r"(?:cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|\w*crit
     """,
 )
 def computes_loss_outside(script: Script) -> Iterator[Fault]:
-    """A model may return 16-bit outputs. In the region, autocast computes losses in float32; outside of it, a loss of
-    16-bit outputs is computed in 16 bits: its value is rounded, and sums of squares overflow in float16.
+    """A model may return 16-bit outputs. In the region, autocast computes most losses in float32. Outside of it, a loss
+    may be computed in the dtype of the outputs: its value is rounded, and sums of squares overflow in float16.
     """
     for region in find_regions(script):
         body = region.body
@@ -372,7 +379,7 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
             if not call.args or not _LOSSES.match(function_of(call)):
                 continue
             name = text_of(call.args[0])
-            # a function of a loss, such as log_loss(loss), computes none
+            # a function such as log_loss(loss) takes a loss, and computes none
             if name not in outputs or "loss" in name.lower():
                 continue
             if _is_output_at(script, name, body, call) and not _is_in_other_region(script, call, body):
@@ -381,10 +388,13 @@ def computes_loss_outside(script: Script) -> Iterator[Fault]:
 
 
 def _is_output_at(script: Script, name: str, body: ast.With | ast.AsyncWith, call: ast.Call) -> bool:
-    """Return whether a name has an output of a region as its value where a call outside of the region uses it."""
+    """Return whether the value of `name`, where `call` outside of the region uses it, is an output of the region.
+
+    `name` is one of the names that `_find_assigned_outputs` and `_find_returned_outputs` yield.
+    """
     values = script.values_of(name)
     if len(values) == 1 and script.frame(call) is not script.frame(body):
-        return True  # its only value, the result of the function with the region
+        return True  # the only value is the result of the function with the region
     # a value from elsewhere, such as `output.float()`, may have replaced the output
     has_only_outputs = all(script.parent(value) in body.body for value in values)
     return has_only_outputs and ScalerFlow(script).are_in_order(body, call)
@@ -397,14 +407,16 @@ def _is_in_other_region(script: Script, call: ast.Call, body: ast.AST) -> bool:
 
 
 def _find_assigned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
-    """Yield the names that a statement of the region assigns the result of a call, unless the call is a cast."""
+    """Yield the names to which a statement of the region assigns the result of a call, unless the call is a cast."""
     for target, value in script.assignments:
         if isinstance(value, ast.Call) and script.parent(value) in body.body and function_of(value) not in _CASTS:
             yield target
 
 
 def _find_returned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
-    """Yield the names that get the result of a function whose region ends with `return model(...)`."""
+    """Yield the names to which other functions assign the result of the region's function, if the region ends with a
+    return such as `return model(...)`.
+    """
     function, last = script.frame(body), body.body[-1]
     returned = last.value if isinstance(last, ast.Return) else None
     if not isinstance(function, ast.FunctionDef) or not isinstance(returned, ast.Call):

@@ -2,8 +2,8 @@
 
 To add a rule, write a generator of `Fault`s with the decorator `rule`. Its docstring is the reason for the rule, which
 users see. The examples are its test: the rule must report the lines of `bad` that end in a comment with its code, and
-nothing in `good`. Codes never change, because users select rules by them, and silence them by
-`# amp-patch: ignore[CODE]`. CHANGELOG.md lists the codes of removed rules. Do not use them again.
+nothing in `good`. Codes never change, because users select rules by code, and silence a rule with
+`# amp-patch: ignore[CODE]`. Do not use the code of a removed rule again: CHANGELOG.md lists them.
 """
 
 import ast
@@ -25,7 +25,7 @@ knowing.
 
 
 class Fault(NamedTuple):
-    """A fault that a rule has found at a node of a script. `Project` makes a `Finding` of it."""
+    """A fault that a rule has found at a node of a script. `Project` turns it into a `Finding`, with a location."""
 
     node: ast.AST
     severity: Severity
@@ -38,7 +38,8 @@ class Finding:
     """An entry of the report: a message and advice, with the code of the rule and the location.
 
     Attributes:
-        line, column: counted from 1, the column in characters; None for a finding about the machine.
+        path, line, column: the place in the script. Lines and columns (in characters) count from 1. None for a finding
+            about the machine.
         cell: in a notebook, the number of the code cell, from 1; `line` is then counted in the cell.
     """
 
@@ -71,8 +72,8 @@ class Rule:
         summary: the fault in a few words.
         why: the reason for the rule.
         bad, good: examples with and without the fault.
-        find: yields the faults in a script. None for a rule about unreadable files or the machine, whose findings other
-            code makes.
+        find: yields the faults in a script. None for the rules about unreadable files and about the machine: other code
+            makes their findings.
     """
 
     code: str
@@ -127,7 +128,7 @@ def explain_rule(code: str) -> str:
 class Selection:
     """The rules to apply: those whose code begins with a prefix in `select`, and not with one in `ignore`.
 
-    If prefixes in both fit a code, the longest prefix decides; of equally long ones, the prefix in `ignore`. For
+    If prefixes in both fit a code, the longest prefix decides. If these are equally long, the rule is ignored. For
     example, `select=["AMP1"], ignore=["AMP"]` applies AMP101. Raises SettingsError for a prefix that fits no code.
     """
 

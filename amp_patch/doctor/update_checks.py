@@ -33,15 +33,15 @@ _UPDATE = "Call scaler.update() once per iteration, after the scaler.step of eve
     """,
 )
 def never_updates(script: Script) -> Iterator[Fault]:
-    """Without `scaler.update`, the second step raises RuntimeError: "step() has already been called since the last
-    update()".
+    """Without `scaler.update`, the second step of an optimizer raises RuntimeError: "step() has already been called
+    since the last update()".
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps or flow.updates:
         return
     if any(function_of(call) == "update" and not call.args for call in script.calls):
         return
-    # a function that is given the scaler may update it
+    # a function that gets the scaler as an argument may update it
     step = flow.steps[0]
     scaler = step.func.value if isinstance(step.func, ast.Attribute) else step
     if any(text_of(scaler) in names_in(argument) for call in script.calls for argument in _arguments_of(call)):
@@ -81,8 +81,9 @@ def _arguments_of(call: ast.Call) -> list[ast.expr]:
     """,
 )
 def updates_too_early(script: Script) -> Iterator[Fault]:
-    """`scaler.update` may change the scale. A later `scaler.step` divides gradients of the old scale by the new one,
-    and they are wrong by a factor of 2. After an `unscale_` of its own, the optimizer is unscaled a second time.
+    """`scaler.update` may change the scale, by default to its half or double. A later `scaler.step` then divides
+    gradients by a scale that they were not multiplied by. And `update` forgets an `unscale_`: the step unscales the
+    gradients a second time.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -108,7 +109,9 @@ def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
 
 
 def _updates_for_each_optimizer(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a step is in a loop over optimizers that also updates, after the backward passes of all losses."""
+    """Return whether a step is in a loop over optimizers that also calls `scaler.update`, and that comes after the
+    backward passes of all losses.
+    """
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):
         return False
@@ -154,7 +157,7 @@ def updates_without_step(script: Script) -> Iterator[Fault]:
         return
     for update in flow.updates:
         if update.args or update.keywords:
-            continue  # update(new_scale) sets the scale, and asks for no checks
+            continue  # update(new_scale) sets the scale, and needs no checked gradients
         steps = [call for call in flow.steps if script.frame(call) is script.frame(update)]
         has_check = any(script.frame(call) is script.frame(update) for call in flow.unscales)
         if steps and not has_check and all(flow.is_rarer(step, update) for step in steps):

@@ -1,4 +1,6 @@
-"""Compares the losses of a repaired training with float32: even if all values are finite, the loss may not move."""
+"""Compares the losses of a training that was repaired, as by an op list, with those of a training in float32. That all
+values are finite is not enough: the loss may stay where it is.
+"""
 
 import math
 from statistics import median
@@ -6,12 +8,12 @@ from statistics import median
 from .recordings import Recording
 from .records import CurveRecord
 
-_FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of it
-_SHARE = 0.2  # the last losses may also differ by this share of the range of the losses in float32
+_FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of the loss
+_SHARE = 0.2  # the last losses may differ by this much more: a share of the range of the losses in float32
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:
-    """Return the loss curves in a recording, without those of runs in which no loss was seen."""
+    """Return the loss curves in a recording that have a loss."""
     return [curve for curve in recording.of(CurveRecord) if curve.losses]
 
 
@@ -23,7 +25,7 @@ def describe_losses(curve: CurveRecord) -> str:
 def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     """Return how a run differs from the run in float32 by more than rounding explains; "" if it does not.
 
-    A run may lag by the steps that it skips while the loss scale comes down.
+    The more steps a run skips while the loss scale comes down, the more its last losses may differ.
     """
     steps = min(len(repaired.losses), len(plain.losses))
     if not steps:

@@ -17,12 +17,12 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
 class Trial(Enum):
-    """How the floating operands were cast."""
+    """The dtype to which a trial casts the floating operands."""
 
-    WIDEST = "widest"  # 16 bits and float32 to the dtype that torch promotes them to
+    WIDEST = "widest"  # 16 bits and float32 to the dtype to which torch promotes them
     FLOAT32 = "float32"  # all to float32
-    WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first
-    SINGLE = "single"  # all, also float64, to the dtype that torch promotes the others to
+    WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first operand
+    SINGLE = "single"  # all to the dtype to which torch promotes the operands that are not float64
     WEIGHT = "weight"  # all to the dtype that all weights among them have
     MODEL = "model"  # all to the dtype of a 16-bit model
     LOW = "low"  # float32 to 16 bits
@@ -33,7 +33,7 @@ class Lows:
     """The 16-bit dtypes to try.
 
     Attributes:
-        model: the dtype of a 16-bit model; None without one.
+        model: the dtype of the model if it is in 16 bits, else None.
         run: the low dtype of the run; float16 if it has none.
     """
 
@@ -49,7 +49,7 @@ class Trials:
         is_mixed: whether the operands have several floating dtypes.
         targets: for each trial that worked, the dtypes of the operands in this trial.
         results: for each trial that worked, the dtype of the result; None if it is not one tensor.
-        low: the dtype of a 16-bit model; None for another model.
+        low: the dtype of the model if it is in 16 bits, else None.
     """
 
     is_mixed: bool
@@ -64,14 +64,15 @@ def is_of_dtypes(error: BaseException) -> bool:
 
 
 def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], lows: Lows) -> Trials | None:
-    """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why it raised.
+    """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why the call raised.
 
-    They are if the call raises the same exception again with the same dtypes, and works in one of the trials. It runs
-    on copies of the operands, without autograd. A call without floating operands, or with only float64, is not
-    tried.
+    Dtypes are the reason if the call raises the same exception again with the same dtypes, and works in one of the
+    trials. Every call runs on copies of the operands, without autograd. If no operand is floating, or all floating
+    operands are float64, nothing runs, and the result is None.
 
     Args:
-        weights: whether each operand is a weight.
+        error: the exception.
+        weights: for each operand, whether it is a parameter, a buffer or a gradient of a model.
         lows: the 16-bit dtypes to try.
     """
     tensors = [tensor for _, tensor in call.operands]
@@ -140,12 +141,15 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy in the dtype to which `dtypes` maps the tensor's; in its own dtype without one."""
+    """Return a copy in the dtype to which `dtypes` maps the tensor's dtype. If it is not there, keep the dtype."""
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 
 def _raises_again(call: FailingCall, error: BaseException) -> bool:
-    """Return whether a call raises the same exception with the same operands. For a check, any exception counts."""
+    """Return whether a call raises the same exception with the same operands.
+
+    For a check of the script, such as an `assert`, any exception counts.
+    """
     try:
         call.run(clone)
     except Exception as raised:  # whatever the call raises

@@ -27,9 +27,9 @@ class Spelling:
     """How to name the operands of a call, in the order of `FailingCall.operands`.
 
     Attributes:
-        names: the name of each in reports.
-        texts: how the line of the script writes each; "" where that is not known.
-        weights: whether each is a weight: see `Operands.is_weight`.
+        names: the name of each operand in reports.
+        texts: the text of each operand in the line of the script; "" if it is not known.
+        weights: for each operand, whether it is a parameter, a buffer or a gradient of a model.
     """
 
     names: Sequence[str]
@@ -44,9 +44,9 @@ class CallSite:
     Attributes:
         site: the line of the call; "" if it is not known.
         called_from: the line of the user's own code, if `site` is in an installed package; else None.
-        level: the frame of `site`; None without one.
+        level: the frame of `site`; None if it is not known.
         region: the edit that calls the model under torch.autocast; "" if the call does not work there.
-        module: the module in which it raised; "" for none.
+        module: the name of the module in which the call raised; "" outside of modules.
     """
 
     site: str
@@ -57,8 +57,8 @@ class CallSite:
 
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
-    """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each one repairs the
-    call without the others.
+    """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each edit repairs the
+    call by itself.
     """
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -76,16 +76,16 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
         return
     if not place.site:
         return
-    # A cast to a wider dtype gives a result in that dtype, which the 16-bit layers after the call would not accept.
+    # With operands in a wider dtype, the result is wider, too, and the 16-bit layers after the call would refuse it.
     if low is not None and low not in targets and Trial.MODEL in trials.targets:
         yield from _keep_low(low, spelling, place)
     if place.called_from is not None:
         yield f"{place.called_from}: {CAST_METHODS[targets[changed[0]]]} on the tensors that this line passes on"
         return
     written = _find_written(call, spelling)
-    is_buffer = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
+    writes_to_model = any(spelling.weights[index] for index, tensor in enumerate(tensors) if tensor is call.written)
     is_attribute = "." in written  # a new value of a local name would not reach other references to the tensor
-    if is_attribute and is_buffer and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
+    if is_attribute and writes_to_model and low is not None and Trial.MODEL in trials.targets and low is not targets[0]:
         yield f"{place.site}: before this line, {written} = {written}{CAST_METHODS[low]}"
     if low is not None and trials.results.get(trial) is torch.float32 and not trials.is_mixed:
         text = _cast_back(spelling, changed, low, place)
@@ -109,7 +109,7 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
 
 
 def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
-    """Return the trial with the best edit, of those that worked."""
+    """Return the trial with the best edit among the trials that worked."""
     first: tuple[Trial, ...] = () if call.forward is None else _FIRST_OF_LOSSES
     if call.written is not None:
         first = (Trial.WRITTEN,)
@@ -127,7 +127,7 @@ def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator
 
 
 def _find_written(call: FailingCall, spelling: Spelling) -> str:
-    """Return how the script writes the tensor that a call writes to; "" for none, or if it is no name or attribute."""
+    """Return the text of the operand that a call writes to, if it is a name or an attribute; else ""."""
     for text, (_, tensor) in zip(spelling.texts, call.operands, strict=True):
         if tensor is call.written and _SIMPLE.fullmatch(text):
             return text
@@ -142,7 +142,7 @@ class _Casting(ast.NodeTransformer):
     """
 
     def __init__(self, casts: dict[str, str]) -> None:
-        # as `ast` writes them: a script may write "x", or leave out spaces
+        # the texts as `ast.unparse` writes them, because quotes and spaces in the script may differ
         self._casts = {ast.unparse(ast.parse(text, mode="eval")): cast for text, cast in casts.items()}
 
     def visit(self, node: ast.AST) -> ast.AST:
@@ -152,9 +152,9 @@ class _Casting(ast.NodeTransformer):
 
 
 def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
-    """Return the edit that replaces a whole call, if its statement has one of the texts outside of it, too; else "".
+    """Return the edit that replaces a whole call, or "" if it is enough to replace operands, or the call is not found.
 
-    In `a.mm(x) + b.mm(x)`, the edit `x.float() in place of x` would cast both.
+    In `a.mm(x) + b.mm(x)`, it is not enough: the edit `x.float() in place of x` would change both calls.
     """
     found = None if place.level is None else find_expression(place.level.frame, place.level.index)
     if found is None or not isinstance(found[0], (ast.Call, ast.BinOp)):
@@ -173,7 +173,7 @@ def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
 def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
     """Return the edit that runs a call in float32 and casts its result back to `low`.
 
-    Returns "" if the line has no such call, or has no text for one of the operands.
+    Returns "" if the line has no call, or if the text of an operand is not known.
     """
     expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
     texts = [spelling.texts[index] for index in changed]
@@ -185,13 +185,15 @@ def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, pla
 
 
 def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
-    """Yield the edit that keeps weights in float32, if a line of the script is known that has cast them."""
+    """Yield the edit that keeps weights in float32, if it is known which lines of the script have cast them."""
     lines = dict.fromkeys(filter(None, map(casts.find, weights)))
     if lines:
         yield f"float32 weights: no {' and no '.join(lines)}; torch.autocast around the forward casts what may be cast"
 
 
 def _enclose(text: str) -> str:
-    """Return an expression so that a method can follow: in brackets unless it is a name, attribute, call or item."""
+    """Return an expression to which a method call can be appended: in brackets unless it is a name, attribute, call
+    or item.
+    """
     node = ast.parse(text, mode="eval").body
     return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"

@@ -48,7 +48,7 @@ def format_faults(recording: Recording) -> str:
 
 
 def note_float32(recording: Recording) -> list[str]:
-    """Return a line that says that a run cast nothing to 16 bits; no line for a run that did."""
+    """Return a line that says that a run cast nothing to 16 bits, or no line if the run used 16 bits."""
     run = recording.run
     if run.low or run.script_low or recording.quiet:  # a script may cast by hand, as by `.half()`
         return []
@@ -63,7 +63,7 @@ def note_float32(recording: Recording) -> list[str]:
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return the report of the steps that were skipped while a dynamic loss scale came down.
 
-    `faults` has one fault of each. `is_all`: whether they are all steps of the run.
+    `faults` has one fault of each such step. `is_all`: whether these are all steps of the run.
     """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
@@ -79,7 +79,9 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
 
 
 def describe_further(faults: Sequence[FaultRecord]) -> list[str]:
-    """Return a line for each different fault after the first, five at most, and one that counts the others."""
+    """Return the lines about the faults after the first: a heading, a line for each of up to five different faults, and
+    the number of the others. Return no line if there are none.
+    """
     lines: list[str] = []
     for fault in faults:
         where = f"{fault.phase}, {_describe_call(fault)}" if fault.origin.aten else str(fault.phase)
@@ -101,7 +103,7 @@ def describe_briefly(fault: FaultRecord) -> str:
 
 
 def entitle_fault(fault: FaultRecord) -> str:
-    """Return the first line of a fault: its step, and the symptom."""
+    """Return the first line of a fault: its step and phase, and whether its first value is lost or does not fit."""
     sight = "first value lost to zero" if fault.value is Value.ZERO else "first value that does not fit"
     title = f"step {fault.step}, {fault.phase}: {sight}"
     if fault.rank:
@@ -110,7 +112,7 @@ def entitle_fault(fault: FaultRecord) -> str:
 
 
 def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a fault, each with its name, or "" if it continues the line before."""
+    """Yield the lines of a fault, each as its name and its text. The name is "" if it continues the line before."""
     if fault.phase is Phase.STEP:
         yield "op", f"{fault.origin.op}.step(), from finite weights and gradients"
     elif fault.origin.aten:
@@ -121,7 +123,7 @@ def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[
     yield "reach", _describe_reach(fault)
     trail = fault.evidence.trail
     if trail:
-        # Records have the latest op first, and a report reads from left to right.
+        # records have the latest op first, and the report has it last
         steps = [f"{label.replace('_to_copy', 'cast')} {largest:.3g}" for label, largest in reversed(trail)]
         steps.append(f"{fault.origin.aten or ''} {fault.value}")
         yield "trail", f"max |x|: {' -> '.join(steps)}"
@@ -143,7 +145,7 @@ def _describe_op(fault: FaultRecord) -> str:
 def _describe_call(fault: FaultRecord) -> str:
     """Return the call of the script that ran an op, with its line and module."""
     origin = fault.origin
-    call = (origin.op or "").removeprefix("aten.")  # an op on no list has no other name
+    call = (origin.op or "").removeprefix("aten.")  # listed ops have names as in lists, others such as "aten.mul"
     if call == "_to_copy":
         call = "cast"
     if fault.is_in_backward:
@@ -179,7 +181,7 @@ def _describe_reach(fault: FaultRecord) -> str:
 
 
 def _describe_gradients(names: Sequence[str], total: int) -> str:
-    """Return the gradients that are not finite, by number and by the first names."""
+    """Return as text how many of `total` gradients are not finite, and the first of their names."""
     shown = list(names[:_MOST_NAMES])
     if len(names) > _MOST_NAMES:
         shown.append("...")

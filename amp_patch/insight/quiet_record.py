@@ -1,4 +1,4 @@
-"""`QuietRecord`: a loss of values in 16 bits although all are finite."""
+"""`QuietRecord`: a quiet loss, which is what 16 bits lose of values although every value is finite."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,11 +7,11 @@ from .fault_record import Word
 from .json_values import absent
 
 WEIGHTS, WEIGHT_DECAY, GRADIENTS = "weights", "weight decay", "gradients"
-"""Values of `QuietRecord.role`. The role of a state of an optimizer is the name of the state."""
+"""Values of `QuietRecord.role`. For a state of an optimizer, the role is the name of the state."""
 
 
 class QuietCause(Word):
-    """The kind of a loss. `quiet_text` describes each and has its remedy."""
+    """The kind of a quiet loss. `quiet_text` describes each kind, and has its remedy."""
 
     LOST_UPDATE = "lost update"  # a change is smaller than the spacing of 16-bit numbers, and rounds to no change
     COLLAPSED = "collapsed"  # different positions or times become one number
@@ -22,28 +22,28 @@ class QuietCause(Word):
 
 @dataclass(frozen=True, slots=True)
 class QuietRecord:
-    """A loss of 16 bits, over all steps in which it was seen.
+    """A quiet loss of 16 bits, over all steps in which it was seen. Texts that do not apply are None, and "" in files.
 
     Attributes:
         cause: "lost update", "collapsed", "cancelled", "zero gradients" or "stale copy".
         step: the number of the first step in which it was seen, from 0.
         steps: the number of steps in which it was seen.
         looked: the number of steps in which it was looked for.
-        tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; "" if it has
+        tensor: the name of the tensor that loses most, such as "fc.weight" or "exp_avg_sq of fc.weight"; None if it has
             no name.
-        tensors: the number of tensors that lose.
-        of: the number of tensors that could.
-        module: the module.
-        op: the op; of a step, the optimizer.
-        site: the line of the script.
-        role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. Also
-            "gradients" for gradients that are summed. "" for other losses.
+        tensors: the number of tensors that lose values.
+        of: the number of tensors that were examined, including these.
+        module: the name of the module in which the op ran.
+        op: the op that loses; in a step of an optimizer, the class of the optimizer.
+        site: the line of the script that ran the op.
+        role: the part of an optimizer's step that loses: "weights", "weight decay", or the name of a state. For sums of
+            gradients in a backward pass, "gradients". None for other losses.
         dtype: the short name of the 16-bit dtype.
-        kept: the share of elements whose change is not lost. Of collapsed values, the share that stays distinct. Of
-            gradients, the share that is not zero.
-        descent: the stored change along the true one, <stored, true> / |true|^2: 1 is whole, 0 is nothing.
-        error: the error of the change, or of the result of `op`, relative to float32 (root mean squares).
-        used: the line at which the loss shows, if it is not `site`.
+        kept: the share of elements whose change is not lost. For collapsed values, the share that stays distinct. For
+            zero gradients, the share that is not zero.
+        descent: how much of the true change is stored: <stored, true> / |true|^2. 1 is all of it, 0 is nothing.
+        error: the relative error (L2) of the change, or of the result of `op`, against float32.
+        used: the line that uses the values, if that is another line than `site`.
         rank: the rank of the process.
     """
 

@@ -1,8 +1,8 @@
-"""`Shadow`: measures in a run in float32 the errors that ops would have in 16 bits.
+"""`Shadow`: measures, in a run in float32, the errors that ops would have in 16 bits.
 
-Each op that can be repeated runs a second time, on inputs that are rounded to 16 bits. It runs in 16 bits, so that the
-error of its kernel counts, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead,
-and their results are rounded: products, which add in float32 on every device, and ops without a 16-bit kernel on this
+Each op that can be repeated runs once more, in 16 bits and on inputs that are rounded to 16 bits. So the error of its
+kernel counts, too, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and
+their results are rounded: products, whose 16-bit kernels add in float32, and ops without a 16-bit kernel on this
 device. The error is kept until the backward pass, where the gradient of the result shows how much the error matters.
 """
 
@@ -29,7 +29,9 @@ Function = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Sums:
-    """The errors of one op in one module, over its calls. With sites, over its calls at one line of the script."""
+    """The errors of one op in one module, over its calls, or over its calls at one line of the script. `LowOpRecord`
+    explains the attributes.
+    """
 
     is_listed: bool
     overflow_in: float = 0.0
@@ -46,9 +48,9 @@ class LowResults(NamedTuple):
 
     Attributes:
         overflow_in: the largest share of the values of an input that overflow in 16 bits.
-        tensors: the results; none if the function cannot run so.
-        call: makes the call again, to measure its backward pass. None for products, whose backward passes are products,
-            and without gradients.
+        tensors: the results; none if the function cannot run on rounded inputs.
+        call: makes the call again, to measure its backward pass. None if gradients are disabled or no input is rounded,
+            and for products, whose backward passes are products, too.
     """
 
     overflow_in: float
@@ -57,7 +59,7 @@ class LowResults(NamedTuple):
 
 
 class _LowCall:
-    """A call from inputs in 16 bits. It holds them until the backward pass."""
+    """A call on inputs in 16 bits, which it holds until the backward pass."""
 
     def __init__(self, function: Function, args: Any, kwargs: Any, low: dict[int, Tensor]) -> None:
         self._function = function
@@ -67,8 +69,8 @@ class _LowCall:
     def find_backward_error(self, gradient: Tensor) -> float:
         """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
-        Gradients that are not finite in 16 bits do not count. The others count together: one may be zero but for
-        rounding, as for the bias of keys in attention.
+        Inputs whose gradients are not finite in 16 bits are left out. The gradients of the others count as one vector,
+        because one alone may be zero but for rounding, as for the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
@@ -91,7 +93,7 @@ class _LowCall:
             if all(tensor is not given for given in self._inputs):
                 return tensor
             leaves.append(tensor.to(dtype).requires_grad_())
-            return leaves[-1].clone()  # the function may write it
+            return leaves[-1].clone()  # the function may write to it, which autograd refuses for a leaf
 
         with random_numbers_kept(self._inputs), torch.enable_grad(), as_written():
             args, kwargs = cast_tree([self._args, self._kwargs], make_leaf)
@@ -131,9 +133,9 @@ class Shadow:
         return result
 
     def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
-        """Return the results of a function from rounded inputs. Run it before the call, which may write its arguments.
+        """Return the results of a function from rounded inputs, or None if its second call would differ anyway.
 
-        Returns None for a function whose second call would differ.
+        Use this before the call itself, which may write to its arguments.
         """
         if _cannot_run_again(op, [*args, *kwargs.values()]):
             return None
@@ -150,9 +152,9 @@ class Shadow:
     def compare(
         self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool, site: str = ""
     ) -> None:
-        """Add the errors of a call, by its result and the result from rounded inputs.
+        """Add the errors of a call: of `low`, its results from rounded inputs, against `result`, its own.
 
-        `site`: the line of the script, if calls at different lines have records of their own.
+        `site`: the line of the script, if each line is to have a record of its own.
         """
         if low is None or not any(map(_is_plain, tensors_in([result]))):
             return
@@ -169,7 +171,7 @@ class Shadow:
     def _run_low(
         self, function: Function, args: Any, kwargs: Any, given: Sequence[Tensor], rounded: dict[int, Tensor]
     ) -> list[Tensor]:
-        """Return the results from rounded inputs; none if the function cannot run so."""
+        """Return the results from rounded inputs; none if the function cannot run on them."""
         attempts = [rounded]
         if not _is_product(function):
             low = {key: tensor.to(self.low) for key, tensor in rounded.items()}
@@ -217,7 +219,7 @@ def _is_product(function: Function) -> bool:
 
 
 def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:
-    """Return the entry of a tensor in `by_id`; without one, a copy of the tensor, since the function may write it."""
+    """Return the entry of a tensor in `by_id`, or else a copy of the tensor, because the function may write to it."""
     known = by_id.get(id(tensor))
     return tensor.clone() if known is None else known
 

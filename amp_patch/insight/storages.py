@@ -20,14 +20,16 @@ class Storages:
         self._written: dict[int, Written] = {}
 
     def find(self, tensor: Tensor) -> Written | None:
-        """Return the record for the storage of a tensor; None without one."""
+        """Return the record of a tensor's storage, or None if there is none (see `find_at`)."""
         known = self._written.get(storage_of(tensor))
         if known is None or not known.is_old:
             return known
         return self.find_at(storage_of(tensor), tensor.untyped_storage().nbytes())
 
     def find_at(self, storage: int, size: int) -> Written | None:
-        """Return the record of a storage, or None if a storage of another size has its memory since the last step."""
+        """Return the record of the storage at an address, or None. A record of the last step counts only if the size is
+        the same: another storage may have got the address since.
+        """
         known = self._written.get(storage)
         if known is not None and known.is_old and known.size != size:
             return None
@@ -38,7 +40,7 @@ class Storages:
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the faults that are known to explain values in these tensors."""
+        """Return the numbers of the faults that explain why values in these tensors do not fit."""
         known = map(self.find, tensors)
         return set().union(*(written.faults for written in known if written is not None))
 
@@ -50,7 +52,7 @@ class Storages:
         """Set the record of an output, which may be a part of its storage."""
         earlier = self.find(output)
         if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
-            # A value that does not fit may lie beside the part that was written.
+            # a value that does not fit may lie in another part of the storage than the output
             if math.isfinite(written.largest):
                 return
             written.faults |= earlier.faults
@@ -58,13 +60,14 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Note an op on lists of tensors, or one that is not of aten (`Overload.is_in_bulk`). Its values are not read.
+        """Note an op whose values are not read: an op on lists of tensors, or not of aten (`Overload.is_in_bulk`).
 
-        From now on, the faults of its inputs explain all its tensors. Without such faults, their records are dropped.
+        From now on, the faults of its inputs explain all its inputs and outputs. Without such faults, the records of
+        these tensors are dropped.
         """
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
-        # Its inputs, too: optimizers and foreach ops write into them.
+        # the inputs, too, because foreach ops and fused optimizers write to them
         for tensor in (*inputs, *outputs):
             self.forget(tensor)
             if sources:
@@ -78,9 +81,8 @@ class Storages:
         self._written.pop(storage_of(tensor), None)
 
     def end_step(self) -> None:
-        """Forget the storages of the step, except for those whose values a fault explains: they stay for one more step.
-
-        A script may look at gradients and losses after the step has ended.
+        """Forget the storages of the step. A storage whose values a fault explains stays for one more step, because a
+        script may look at gradients and losses after the step has ended.
         """
         self._written = {
             storage: written for storage, written in self._written.items() if written.is_known and not written.is_old
@@ -94,7 +96,7 @@ class Storages:
         return known is None or is_of_scaled(known)
 
     def find_summed(self, tensor: Tensor) -> float:
-        """Return how many times larger a loss is than the mean of its terms."""
+        """Return how many times larger a loss is than the mean of its terms; 1.0 if that is not known."""
         known = self.find(tensor)
         return 1.0 if known is None else known.summed
 

@@ -7,7 +7,7 @@ from ..torch_dispatch import TorchDispatchMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that is counted while it is on, so that code which reacts to other modes can leave it out."""
+    """A dispatch mode that `events.count_watching_modes` counts while it is on: some code reacts to all other modes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,6 +18,8 @@ from .installation import start as start
 from .installation import watch as watch
 from .misuse import Kind as Kind
 from .misuse import Misuse as Misuse
+from .outer_hooks import PausableHook as PausableHook
+from .outer_hooks import outer_hooks as outer_hooks
 from .roots import calls_under_way as calls_under_way
 from .session import AS_IS as AS_IS
 from .session import NativeSession as NativeSession

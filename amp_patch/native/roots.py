@@ -1,5 +1,6 @@
 """Searches the Python stack for the model of a called module, for calls of modules, and for lines of the script."""
 
+import functools
 import sys
 import types
 from pathlib import Path
@@ -18,9 +19,9 @@ _WRAPPED = ("module", "_orig_mod")
 def find_root(module: nn.Module) -> nn.Module:
     """Return the model of a module that is being called.
 
-    The model is the outermost module that contains `module` and has a method on the Python stack. Wrappers such as
-    DistributedDataParallel do not count (see `unwrap`). Any method counts, not only `forward`, because trainers call
-    methods such as `training_step`.
+    The model is the outermost module that contains `module` and has a method on the Python stack, without wrappers such
+    as DistributedDataParallel (see `unwrap`). Any method counts, not only `forward`, because trainers call methods such
+    as `training_step`. If no such module is on the stack, `module` itself is the model.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)
@@ -34,8 +35,8 @@ def find_root(module: nn.Module) -> nn.Module:
 
 
 def _read_self(frame: types.FrameType) -> object:
-    """Return the local variable `self` of a frame."""
-    # Before Python 3.13, reading `f_locals` makes a dict that keeps all variables alive until the call is over.
+    """Return the local variable `self` of a frame, or None if it is deleted."""
+    # before Python 3.13, reading `f_locals` makes a dict that keeps all variables alive until the call is over
     variables = frame.f_locals
     owner: object = variables.get("self")
     if sys.version_info < (3, 13):
@@ -63,11 +64,16 @@ def find_line() -> str:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return "" if frame is None else f"{_name_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.lru_cache(maxsize=256)
+def _name_file(path: str) -> str:
+    return Path(path).name
 
 
 def is_in_library() -> bool:
-    """Return whether the innermost code on the stack outside torch and this package is an installed package."""
+    """Return whether the innermost code on the stack outside torch and this package is from an installed package."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
@@ -76,9 +82,9 @@ def is_in_library() -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers such as DistributedDataParallel: module rules name modules as it names them.
+    """Return the model inside wrappers such as DistributedDataParallel, because module rules use its names of modules.
 
-    Only classes of libraries count as wrappers, because the script's own model may have a single child named `module`.
+    Only classes of libraries count as wrappers: the script's own model may have a single child named `module`.
     """
     for name in _WRAPPED * 2:  # twice, because either wrapper may be inside the other
         children = dict(get_own_children(module).items())  # scripted modules keep their children in another type
@@ -89,7 +95,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _is_of_library(module: nn.Module) -> bool:
-    """Return whether the class of a module is defined in torch, in this package, or in an installed one."""
+    """Return whether the class of a module is defined in torch, in this package, or in an installed package."""
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None) or ""
     return file.startswith(_PACKAGES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 

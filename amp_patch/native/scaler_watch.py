@@ -24,7 +24,7 @@ from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..reporting import find_rank, warn
 from ..tables import count_of
-from ..torch_dispatch import CLIP_BY_NORM, has_compiled
+from ..torch_dispatch import CLIP_BY_NORM, count_compiled
 from ..torch_private import get_autocast_depth, get_backward_id
 from .gradient_reads import GradientReads
 from .misuse import Kind, Misuse
@@ -390,7 +390,7 @@ class ScalerWatch:
             return
         parameter = next(_parameters_of(optimizer), None)
         # Compiled code casts weights at each call, without torch's cache.
-        if parameter is None or not torch.is_autocast_enabled(parameter.device.type) or has_compiled():
+        if parameter is None or not torch.is_autocast_enabled(parameter.device.type) or count_compiled():
             return
         if parameter.dtype is torch.float32 and self._region_of_step.get(id(optimizer)) == self._regions:
             self._tell(Misuse(Kind.LOOP_IN_REGION, self._region_at))

@@ -201,9 +201,14 @@ class NativeSession(Session):
 
     # ---- questions to a session --------------------------------------------------------------------------------------
 
+    def without_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager. Inside its block, neither amp nor torch casts the ops of this thread."""
+        if not self.switch.is_on_here():  # outside of regions, as in most events of a step
+            return contextlib.nullcontext()
+        return self._pausing_casts()
+
     @contextlib.contextmanager
-    def without_casts(self) -> Iterator[None]:
-        """Return a block in which neither amp nor torch casts the ops of this thread."""
+    def _pausing_casts(self) -> Iterator[None]:
         paused_autocast = self._autocast if self._autocast is not None and self._autocast.pause() else None
         try:
             with self.switch.region(Mode.OFF):

@@ -25,6 +25,7 @@ from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled
 from .changes import Changes, Kind
 from .float32_script import Float32Script
+from .outer_hooks import outer_hooks
 from .roots import calls_under_way, find_line, find_root
 from .scaler_watch import ScalerWatch
 from .script_steps import ScriptSteps
@@ -107,7 +108,7 @@ class Takeover:
         self._close_session()  # the next session is made for watchers (`observes_all`)
         self._is_watching = True
         self._steps.watch_losses(undo, self._require_session_at_loss)
-        undo.callback(register_module_forward_pre_hook(self._note_call).remove)
+        undo.callback(outer_hooks.add(register_module_forward_pre_hook(self._note_call), self._note_call))
         return undo.close
 
     def remove(self) -> None:

@@ -1,4 +1,8 @@
-"""`ExchangeList`: collects the slots in which a search finds a function, each with the value to write there."""
+"""`ExchangeList`: collects the slots in which a search finds a function, each with the value to write there.
+
+A slot is a position that holds a value, such as an attribute or an entry of a dict. An exchange is a slot with its
+values before and after the function is replaced.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,13 +22,13 @@ class ExchangeList:
         replacements: the replacement of each function that is searched for, by `id(function)`.
         wanted: the ids of the functions that are searched for.
         visited: the ids of the objects that were searched already.
-        exchanges: for each slot that holds one of the functions, `id(function)` and the exchange of the slot.
+        exchanges: for each slot that was found to hold one of the functions, `id(function)` and the exchange.
     """
 
     def __init__(self, replacements: Replacements) -> None:
         self.replacements = replacements
         self.wanted = frozenset(replacements)
-        # Replacements count as visited from the start. Their closures hold the originals, which must stay there.
+        # replacements count as visited from the start, because their closures hold the originals, and must keep them
         self.visited = {id(replacement) for replacement in replacements.values()}
         self.exchanges: list[tuple[int, Exchange]] = []
 
@@ -52,7 +56,7 @@ class ExchangeList:
                 self.append(Entry(table, key, is_key=True), key)
 
     def append_partial(self, value: Any) -> bool:
-        """If `value` is a partial of one of the functions, add an exchange of its function. Return whether it is."""
+        """Return whether `value` is a `functools.partial` of one of the functions. If it is, add its exchange once."""
         if type(value) is not functools.partial or id(value.func) not in self.wanted:
             return False
         if self.is_first_visit(value):

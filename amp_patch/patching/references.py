@@ -1,7 +1,7 @@
 """Redirects references to patched functions to their replacements, and back to the originals.
 
-A patch replaces `torch.nn.functional.gelu`; a reference is another position that holds the function, such as
-`from torch.nn.functional import gelu` in a module, or `self.act = F.gelu` in a model. `Search` finds them.
+A patch replaces `torch.nn.functional.gelu`. A reference is another position that holds the function, such as
+`from torch.nn.functional import gelu` in a module, or `self.act = F.gelu` in a model. `Search` finds references.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ MAX_NAMED = 10
 def functions_of(patcher: Patcher) -> Replacements:
     """Return the replacement of each patched function, by the id of the function.
 
-    A function that several patches replace has the replacement of the last one.
+    If several patches replace a function, this is the replacement of the last patch.
     """
     return {id(original): replacement for original, replacement in patcher.functions()}
 
@@ -31,7 +31,7 @@ def redirect(
 ) -> list[str]:
     """Redirect references to functions to their replacements: in models, and with `with_modules` in imported modules.
 
-    A copy of a model may still hold replacements of an earlier session. They are redirected, too.
+    A copy of a model may still hold replacements of an earlier session. Such references are redirected, too.
 
     Args:
         functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` restores references
@@ -55,10 +55,10 @@ def redirect(
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first. Then replace references to replacements that the program has made itself while
-    functions were patched: by `from torch import exp`, or by copying a model.
+    """Undo the patchers, last one first. Then redirect to the originals the references to replacements that the program
+    has made itself while functions were patched: by `from torch import exp`, or by copying a model.
 
-    If a Ctrl-C cuts it short, call it again.
+    If Ctrl-C interrupts this, call it again.
     """
     for patcher in reversed(patchers):
         patcher.undo()
@@ -66,9 +66,9 @@ def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
 
 
 def uncover(patcher: Patcher, covers: Sequence[Callable[..., Any]]) -> None:
-    """Remove the covers of a patcher. Redirect references to a cover to the replacement that it covers.
+    """Remove the covers of a patcher (see `Patcher.cover`). Redirect references to a cover to the replacement under it.
 
-    The caller must keep the covers alive meanwhile. If a Ctrl-C cuts it short, call it again.
+    The caller must keep the covers alive meanwhile. If Ctrl-C interrupts this, call it again.
     """
     patcher.uncover()
     replacements = {id(cover): cover.__wrapped__ for cover in covers}  # type: ignore[attr-defined]

@@ -7,9 +7,10 @@ In imported modules, it searches:
 In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers. Published
 packages hold functions in each of these positions; `tests/patching/test_references.py` names such a package for each.
 
-It skips torch (except `FUNCTION_TABLES`), this package, the standard library, and packages that these need. It also
-skips a package of several modules if none of them has a module of torch, `torch.Tensor` or one of the functions as a
-global. Such a package hardly ever refers to one.
+It skips torch (except `FUNCTION_TABLES`), this package, the standard library, and packages that torch and this package
+need. It also skips a package of several modules if none of them has one of these as a global: a function that is
+searched for, a module of torch or of another package that defines such a function, or `torch.Tensor`. Such a package
+hardly ever refers to the functions.
 """
 
 import functools
@@ -44,7 +45,7 @@ _SKIPPED_TYPES = frozenset(
 """Types whose values need no search: they hold no function, or are searched elsewhere, as modules are."""
 
 _REPORTED_TYPES = frozenset({functools.partial, tuple, list, dict})
-"""Types that may hold a function where it cannot be replaced. If an attribute of a layer does, it is reported."""
+"""Types that may hold a function where it cannot be replaced. Attributes of layers that have one are reported."""
 
 _name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 
@@ -76,9 +77,7 @@ class Search:
         self._containers.run()
 
     def find_unreplaced(self) -> list[str]:
-        """Return the objects that hold a function where it cannot be replaced, as `module.name (class)`. Call it after
-        `run`.
-        """
+        """Return the objects in which `run` has found a function that cannot be replaced, as `module.name (class)`."""
         return self._containers.find_unreplaced()
 
     # ---- modules -----------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ class Search:
                 self.result.append_partial(value)
 
     def _search_tables_of_torch(self) -> None:
-        """Search the dicts of torch that have functions as keys. They are the only part of torch that is searched."""
+        """Search the dicts of torch that have functions as keys. The rest of torch is not searched."""
         for name, key in FUNCTION_TABLES.items():
             module = sys.modules.get(name)
             if issubclass(type(module), types.ModuleType):
@@ -189,7 +188,7 @@ class Search:
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return what a class attribute with the value `value`, which is or contains `function`, must hold instead."""
+        """Return the value to replace `value`, the value of a class attribute, which is or contains `function`."""
         replacement = self.result.replacements[id(function)]
         if function is not value:  # `value` is a static or class method that contains the function
             return type(value)(replacement)
@@ -217,7 +216,8 @@ class Search:
         functions = [value for value in defaults if id(value) in self._wanted]
         if functions:
             after = tuple([self.result.replacements.get(id(value), value) for value in defaults])
-            # One slot holds the whole tuple. The patcher of any function in it can undo the exchange: name the first.
+            # One slot holds the whole tuple, with perhaps several of the functions. The exchange goes to the patcher of
+            # the first one, which can undo it for all.
             self.result.append(WeakAttribute(function, "__defaults__"), functions[0], after)
         for key, value in list(keyword_defaults.items()):
             if id(value) in self._wanted:

@@ -1,11 +1,11 @@
-"""`View`: the file system as a repeated run of a script sees it: the files that it has written, and behind them the
-files from before the run.
+"""`View`: the file system as a repeated run of a script sees it: the files that this run has written, and behind them
+the files from before the run.
 
 It works like overlayfs. Files that the run writes go to the folder `files` (the *upper layer*), under the paths that
 the script used: the script's `/data/log.txt` is `files/data/log.txt`. Files from before the run (the *lower layer*) are
-only read. If the run changes one, the file is copied to the upper layer first. If the run removes one, a *mark* in the
-folder `gone` hides it, with everything below its path. Layers and marks are on disk, so all processes of a run see the
-same.
+only read. Before the run changes such a file, the file is copied to the upper layer. If the run removes one, a *mark*
+in the folder `gone` hides the file, with everything below its path. Layers and marks are on disk, so all processes of a
+run see the same.
 
 Three kinds of paths occur. A *script's path* is what the script passes to a function: it may be relative, and contain
 links. A *located path* is absolute and without links, in the file system as the script sees it. The *path to read* or
@@ -36,7 +36,7 @@ PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _SYSTEM = ("/dev", "/proc", "/sys")
 _MAX_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # 100 ms in nanoseconds; two changes further apart have different times, which are exact to 10 ms
+_TICK = 100_000_000  # 100 ms in nanoseconds: two changes further apart have different times (exact to 10 ms on disk)
 _PART = re.compile(r"[^/]+")
 
 
@@ -47,7 +47,7 @@ class Location(NamedTuple):
         path: the located path.
         direct: the path by which the original functions reach the file in the lower layer or in a shared folder: the
             script's own path if it leads there without redirection, else an absolute path.
-        is_shared: the file is in a shared folder, which is not redirected, or in the folder of the run itself.
+        is_shared: whether the file is in a shared folder, which is not redirected, or in the folder of the run itself.
     """
 
     path: str
@@ -69,14 +69,14 @@ class View:
         self._gone = os.path.join(self.root, "gone")
         self._part_folder = os.path.join(self.root, "parts")  # for copies that are not complete yet
         self._marks: frozenset[str] = frozenset()  # the names in the folder `gone`, as they were last listed
-        self._listed_at = 0  # the mtime of the folder when they were listed; 0: list them again at the next use
+        self._listed_at = 0  # the mtime of that folder when it was last listed; 0: list it again at the next use
         outside = {*_SYSTEM, *shared, *map(os.path.realpath, shared)}
         self._shared = tuple(folder + os.sep for folder in outside)
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def to_script_path(self, path: str) -> str:
-        """Return the path by which the script names a file of the upper layer; any other path as it is."""
+        """Return the path by which the script names a file of the upper layer. Return any other path as it is."""
         if path == self.files:
             return os.sep
         if path.startswith(self.files + os.sep):
@@ -103,7 +103,7 @@ class View:
         if not text:
             return Location(text, path, True)  # the original function raises FileNotFoundError for it
         is_valid_outside = dir_fd is None  # whether the script's path means the same to the original functions
-        # `to_script_path` returns a path outside of the upper layer itself, which `is` tests below
+        # for a path outside of the upper layer, `to_script_path` returns the same object: `is` tests this below
         if not os.path.isabs(text):
             folder = getcwd() if dir_fd is None else self.path_of(dir_fd)
             is_valid_outside = is_valid_outside and self.to_script_path(folder) is folder
@@ -127,11 +127,11 @@ class View:
         return self.to_script_path(readlink(f"/proc/self/fd/{descriptor}"))
 
     def _resolve(self, text: str, follow: bool) -> tuple[str, bool]:
-        """Return the located path of an absolute path, and whether all links in it are of the lower layer."""
+        """Return the located path of an absolute path, and whether all links in it are in the lower layer."""
         parts = _PART.findall(text)[::-1]  # the parts that are not resolved yet, the next one last
         resolved, links, has_only_lower_links = "", 0, True
-        # Whether the upper layer may have something at `resolved`. Below a folder that it does not have, it has
-        # nothing, which saves a look-up for each part.
+        # Whether the upper layer may have something at `resolved`. If it lacks a folder, it has nothing below this
+        # folder, so no look-up is needed there.
         may_be_in_upper = True
         while parts:
             part = parts.pop()
@@ -166,7 +166,7 @@ class View:
             try:
                 return readlink(self.files + path), True
             except OSError as error:
-                if error.errno == errno.EINVAL:  # it is there, and not a link
+                if error.errno == errno.EINVAL:  # the upper layer has a file or folder there that is not a link
                     return None, True
         if not self.is_hidden(path):
             with contextlib.suppress(OSError):
@@ -186,7 +186,7 @@ class View:
     def is_hidden(self, path: str) -> bool:
         """Return whether this run has removed the lower layer's file at a located path, or a folder around it."""
         marks = self._find_marks()
-        while marks:  # nearly always there are none, which saves hashing the path
+        while marks:  # nearly always there are none, and the path is not hashed
             if _mark_of(path) in marks:
                 return True
             if path == os.sep:
@@ -229,8 +229,8 @@ class View:
     def path_to_read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
         """Return the path to read for a script's path.
 
-        Raises FileNotFoundError for a file that this run has removed. If there never was a file, the original function
-        raises it.
+        Raises FileNotFoundError for a file that this run has removed. For a path where no file ever was, returns a path
+        for which the original function raises this error.
         """
         location = self.locate(path, dir_fd, follow=follow)
         if location.is_shared:
@@ -257,8 +257,8 @@ class View:
         Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
 
         Args:
-            with_content: copy the content of the file; False copies only its mode and times.
-            is_new: raise FileExistsError if the script sees a file there.
+            with_content: copy the content of the file. If False, the copy is empty, but has the file's mode and times.
+            is_new: raise FileExistsError if the script sees a file at the path.
         """
         location = self.locate(path, dir_fd, follow=follow and not is_new)
         if location.is_shared:
@@ -294,7 +294,11 @@ class View:
         return folder
 
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
-        """Copy the lower layer's file at a located path, if there is one. Return the path to write."""
+        """Copy the lower layer's file at a located path to the upper layer, if there is one. Return the path to write.
+
+        Of a folder, only the folder itself is made. Raises PermissionError for a device, a pipe or a socket. `given` is
+        the path to name in errors.
+        """
         if self.is_written(path):
             return self.files + path
         if not self.sees_lower(path):
@@ -320,7 +324,7 @@ class View:
         return upper
 
     def _copy(self, source: str, target: str, with_content: bool) -> None:
-        """Copy a file. If another process copies it meanwhile, that copy stays: it may have been written to already."""
+        """Copy a file. If another process has copied the file meanwhile, keep that copy: it may be changed already."""
         make_folders(self._part_folder)
         part = os.path.join(self._part_folder, f"{os.getpid()}-{threading.get_ident()}")
         with BufferedWriter(FileIO(part, "w")) as copy:
@@ -351,7 +355,8 @@ class View:
         except FileNotFoundError:
             return frozenset()
         if changed_at != self._listed_at:
-            # a mark that is added right after this one may leave the same time, so soon after a change, list them again
+            # A mark that is added right after the last one may leave the folder's time as it is. So if the last change
+            # was a moment ago, list the folder again at the next use.
             is_settled = time.time_ns() - changed_at > _TICK
             self._marks = frozenset(_listdir(self._gone))
             self._listed_at = changed_at if is_settled else 0
@@ -376,7 +381,7 @@ def is_special(path: str) -> bool:
 
 
 def lexists(path: str) -> bool:
-    """Do as os.path.lexists, which cannot be used because it would call the replacement of os.lstat."""
+    """Like os.path.lexists, which cannot be used because it would call the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -385,7 +390,7 @@ def lexists(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Do as os.makedirs, which cannot be used because it would call the replacement of os.mkdir."""
+    """Like os.makedirs with `exist_ok`, which cannot be used because it would call the replacement of os.mkdir."""
     if lexists(path):
         return
     make_folders(os.path.dirname(path))
@@ -397,7 +402,7 @@ class FolderEntry:
     """Stands in for os.DirEntry in the result of `scandir`.
 
     Args:
-        path, name: as in os.DirEntry.
+        path, name: the attributes of an os.DirEntry.
         located: the located path of the entry.
     """
 

@@ -24,7 +24,7 @@ WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 def as_enabled(enabled: Any) -> bool:
     """Return the third argument of `initialize` as a bool.
 
-    Raises ArgumentTypeError for text other than "true" and "false", such as a level.
+    Raises ArgumentTypeError for text other than "true" and "false" in any case, such as a level.
     """
     if not isinstance(enabled, str):
         return bool(enabled)
@@ -41,7 +41,7 @@ def as_enabled(enabled: Any) -> bool:
 
 
 def read_once(objects: Any) -> Any:
-    """Return the items of an iterator as a list, because it can be read only once. Return anything else as it is."""
+    """Return a list of the items if `objects` is an iterator, which can be read only once; else return `objects`."""
     return list(objects) if isinstance(objects, Iterator) else objects
 
 
@@ -51,7 +51,7 @@ def as_models(models: Any) -> list[nn.Module]:
     Raises ArgumentTypeError if an item is no module.
     """
     result = [models]
-    # nn.Sequential is iterable, and a class may be, too
+    # some modules, such as nn.Sequential, and some classes are iterable, too
     if not isinstance(models, (nn.Module, type)) and _is_iterable(models):
         result = list(models)
     for model in result:
@@ -74,12 +74,14 @@ def _is_iterable(value: Any) -> bool:
 
 
 def _name_kind(value: object) -> str:
-    """Return the name of an object's type; for a class, its own name, and the advice to make an instance."""
+    """Return the name of an object's type. If the object is a class, return its name, and the advice to make an
+    instance.
+    """
     return f"the class {value.__name__} (make an instance of it)" if isinstance(value, type) else type(value).__name__
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot be applied to `model`. `accept_low`: it may have 16-bit parameters."""
+    """Return the reasons why `policy` cannot be applied to `model`. With `accept_low`, it may be in 16 bits already."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
@@ -111,7 +113,7 @@ def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = Fal
 
 
 def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the names of 16-bit parameters and buffers that the policy expects in float32."""
+    """Return the names of 16-bit parameters and buffers that must be float32 when `policy` is applied."""
     low = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -133,7 +135,7 @@ def _find_wrongly_low(model: nn.Module, policy: Policy) -> list[str]:
 
 
 def _list_some(names: Sequence[str]) -> str:
-    """Return the first three names, and the number of the others."""
+    """Return as text the first three names, and the number of further names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -146,7 +148,7 @@ def device_type_of(models: Sequence[nn.Module]) -> str:
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             types.add(tensor.device.type)
-    types.discard("meta")  # weights that are offloaded, or loaded later
+    types.discard("meta")  # tensors on "meta" are offloaded, or get their values later
     if len(types) > 1:
         raise ModelError(
             f"the models are on several device types ({', '.join(sorted(types))}): move them to one before initialize"
@@ -183,7 +185,7 @@ def _get_wrapped(optimizer: Any) -> Any:
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside of wrappers. Raises ArgumentTypeError if there is none."""
+    """Return the torch optimizer inside of wrappers, or `optimizer` itself. Raises ArgumentTypeError if it is none."""
     inner = optimizer
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
@@ -258,7 +260,7 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            # on the CPU, whatever torch.set_default_device says
+            # on the CPU, because the script may have set another default device
             if isinstance(eps, float) and eps and not float(torch.tensor(eps, dtype=low, device="cpu")):
                 sentences.append(
                     f"eps={eps:g} of this {type(optimizer).__name__} is 0 in {dtype_name(low)}, in which"
@@ -273,7 +275,7 @@ def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
     """Return the policy that the arguments ask for. If a command runs the script, as `amp-patch run --opt-level O4`,
-    the settings of the command take precedence. Logs a line if it replaces the level.
+    the settings of the command take precedence. If they replace the level, a line is logged.
     """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)
@@ -288,7 +290,7 @@ def choose_policy(
             message += f"; of its lists, {level} takes the modules alone"
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", message)
-    # Make the policy once more with the command's lists: which of them have an effect depends on the policy.
+    # the command's lists come second, because the policy decides which of them have an effect
     if command_lists := find_command_lists(policy):
         policy = make(level, {**overrides, "lists": (*policy.lists, *command_lists)}, presets=presets)
     return policy
@@ -297,8 +299,8 @@ def choose_policy(
 def find_command_lists(policy: Policy) -> tuple[str, ...]:
     """Return the lists that a command (`amp-patch run --lists ...`) adds to the lists of a policy.
 
-    These are all lists of the command if the policy patches functions, only those with module rules if it casts models,
-    and none for a float32 policy: the others would have no effect.
+    If the policy patches functions, these are all lists of the command; if it casts models, only lists with module
+    rules; at a float32 level, none. The other lists would have no effect.
     """
     if policy.patch_torch_functions:
         return in_force.settings.lists

@@ -1,4 +1,7 @@
-"""The one session of the process: opens, replaces and closes it."""
+"""The one session of the process: opens, replaces and closes it.
+
+A session owns everything that `amp_patch.initialize` changes: models, optimizers, and patched functions of torch.
+"""
 
 import contextlib
 import gc
@@ -58,13 +61,15 @@ def initialize(
     models and optimizers to it. Otherwise raise SessionError. Returns the session that is in force afterwards.
 
     Args:
+        num_losses: the number of losses, each of which gets a loss scaler.
         replace: close the session in force, and open a new one, even if their policies are equal.
         replace_other: close a session in force with another policy, instead of raising SessionError.
         accept_low: accept models that have 16-bit parameters already.
+        overflow_group: the process group or DeviceMesh whose ranks skip the same steps; None if there is none.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
-        # before the policies are compared: a session whose models are gone must not raise the error
+        # before the policies are compared, because a session whose models are gone must not cause the error below
         close_if_over(models)
         session = state.session
         if session is None or replace:
@@ -98,7 +103,7 @@ class _Request:
             raise ModelError("; ".join(problems))
 
     def check_optimizers(self, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-        """Raise OptimizerError for optimizers that the policy cannot be applied to.
+        """Raise OptimizerError for optimizers to which the policy cannot be applied.
 
         Warn of an `eps` that is 0 in 16 bits, and of optimizers that own no parameter of `models`.
         """
@@ -142,10 +147,10 @@ def _join(session: Session, request: _Request) -> None:
 
 
 def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
-    """Return the optimizers that the session has not bound.
+    """Return the optimizers of a request that the session has not bound.
 
-    A notebook cell that is run again passes a bound optimizer of the same models, which is left out. A bound optimizer
-    of other models is returned, so that `check_optimizers` raises an error for it.
+    A notebook cell that is run again passes a bound optimizer of the request's models, which is left out. A bound
+    optimizer of other models is returned, so that `check_optimizers` raises an error for it.
     """
     model_ids = ids_of_parameters(request.models)
     unbound = []
@@ -159,7 +164,8 @@ def _find_unbound(session: Session, request: _Request) -> list[Optimizer]:
 def _open(request: _Request) -> Session:
     """Close the session in force, if there is one, and open another.
 
-    The session in force stays after an error in the lists, or in models that share no parameter with its models.
+    If there is an error in the lists, or in a model that shares no parameter with the models of the session in force,
+    that session stays.
     """
     # plan: load lists, and change nothing
     previous = state.session
@@ -210,7 +216,7 @@ def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Modul
 
 
 def _describe_difference(in_force: Policy, asked: Policy) -> str:
-    """Return how a policy differs from the one in force: its level, or else its properties."""
+    """Return as text how the policy `asked` differs from the one in force: its level, or else its other properties."""
     if asked.opt_level != in_force.opt_level:
         return asked.opt_level
     if asked == in_force:
@@ -227,7 +233,7 @@ def open_session(
     optimizers: Sequence[Optimizer] = (),
     overflow_group: Any = None,
 ) -> None:
-    """Open a session that the caller has made. There must be none in force."""
+    """Open a session that the caller has made. No other session may be in force."""
     state.session = session  # before the session changes anything, so that `reset` can undo it after an interrupt
     try:
         session.open(models, optimizers, overflow_group)
@@ -244,9 +250,9 @@ def without_casts() -> contextlib.AbstractContextManager[None]:
 
 
 def check_that_none_is_in_use() -> None:
-    """Raise SessionError if a session is in force that is not over (see `close_if_over`).
+    """Close the session in force if it is over (see `close_if_over`). Raise SessionError if it is not.
 
-    A `session` or `scope` block cannot use that session, because the block would close it at its end.
+    A `session` or `scope` block cannot use a session in force, because the end of the block would close it.
     """
     with state.lock:
         close_if_over()
@@ -258,7 +264,7 @@ def check_that_none_is_in_use() -> None:
 
 
 def open_without_model(policy: Policy, device_type: str) -> Session:
-    """Open a session without models, which lasts until `reset`. Raises SessionError if one is in force."""
+    """Open a session without models, which lasts until `reset`. Raises SessionError if a session is in use."""
     with state.lock:
         check_that_none_is_in_use()
         session = Session(policy, device_type, 1, registered=state.registered, has_models=False)
@@ -268,7 +274,7 @@ def open_without_model(policy: Policy, device_type: str) -> Session:
 
 @contextlib.contextmanager
 def without_model(policy: Policy, device_type: str) -> Iterator[Session]:
-    """Context manager: a session without models. See `amp_patch.session`."""
+    """Context manager: open a session without models for the block, and yield it. See `amp_patch.session`."""
     session = open_without_model(policy, device_type)
     try:
         yield session
@@ -295,9 +301,9 @@ def end_scope(session: Session | None, *, was_disabled: bool) -> None:
 def close_if_over(given: Sequence[nn.Module] = ()) -> None:
     """Close the session in force if it is over.
 
-    It is over if its models were freed, if an interrupt cut its `open` or `close` short, if this process inherited it
-    by a fork, or if it may be replaced by any other (`Session.gives_way`). To find out whether its models were freed,
-    this collects garbage, unless one of them is in `given`.
+    A session is over if its models were freed, if an interrupt cut its `open` or `close` short, if this process
+    inherited it by a fork, or if any other session may replace it (`Session.gives_way`). To find out whether the models
+    were freed, this collects garbage, unless one of them is in `given`.
     """
     session = state.session
     if session is not None and not _is_in_use(session, given):
@@ -319,7 +325,10 @@ def _is_in_use(session: Session, given: Sequence[nn.Module]) -> bool:
 
 
 def reset() -> None:
-    """Close the session in force, if there is one. See `amp_patch.reset`."""
+    """Close the session in force, if there is one, and end the effect of `disable`. See `amp_patch.reset`.
+
+    Raises SessionError while a block of the session runs.
+    """
     with state.lock:
         # a session that an interrupt has cut short is closed even inside a block
         if state.session is not None and state.session.is_whole:
@@ -329,7 +338,7 @@ def reset() -> None:
 
 
 def _close() -> None:
-    """Close the session in force. If an interrupt leaves something to undo, it stays in force, for another `reset`."""
+    """Close the session in force. If an interrupt leaves changes to undo, the session stays, for another `reset`."""
     session = state.session
     if session is None:
         return
@@ -357,9 +366,11 @@ NOT_INITIALIZED = "amp.initialize has not been called yet, or amp.reset() has un
 
 
 def require() -> Session:
-    """Return the session in force. Raises SessionError if there is none, or if an interrupt has cut it short."""
+    """Return the session in force. Raises SessionError if there is none, or if an interrupt has cut its `open` or
+    `close` short. Such a session is closed.
+    """
     if state.session is not None and not state.session.is_whole:
-        reset()  # an interrupt has cut this session short
+        reset()
     if state.session is None:
         raise SessionError(NOT_INITIALIZED)
     return state.session

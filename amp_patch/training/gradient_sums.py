@@ -1,20 +1,20 @@
 """`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-Unlike with GradScaler, gradients are unscaled whenever no block is open, so a script can clip, log and accumulate at
-any time. (The two exceptions are below.)
+A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are unscaled whenever no block is open, with two
+exceptions below. So a script can clip, log and accumulate them between blocks.
 
-* `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` adds to them.
-* `end` divides all gradients by the scale, and checks the gradients of the block's optimizers. At levels with masters
-  it moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these
+* `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` can add to them.
+* `end` divides all gradients by the scale, and checks the gradients of the block's optimizers. At levels with masters,
+  `end` moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these
   optimizers and to the scaler of the block.
 
 Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
 parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
 count as an overflow of the block.
 
-Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. With `delay_unscale`, that
-is when the next block without it ends, at a step, or at `zero_grad`. Gradients that a parallel wrapper has not reduced
-yet (`no_sync`) wait for the backward pass that reduces them.
+Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. Those of a block with
+`delay_unscale` wait for the end of the next block without it, a step or `zero_grad`. Gradients that a parallel wrapper
+has not reduced yet (`no_sync`) wait for the backward pass that reduces them.
 
 | event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
@@ -47,7 +47,7 @@ from .unscaling import change_scale_, drop_gradients, either, have_gradients, mo
 
 
 class GradientSums:
-    """The gradients of a session. All are multiplied by the same scale, except gradients that are not reduced yet.
+    """The gradients of a session. All have the same scale, except gradients that are not reduced yet.
 
     Args:
         has_masters: whether parameters may have masters.
@@ -57,7 +57,7 @@ class GradientSums:
     Attributes:
         all_flags: the overflow flags of the live optimizers.
         model_parameters: the parameters of the models, with or without an optimizer.
-        local: knows which gradients are not reduced yet.
+        local: knows which gradients are not reduced yet, and their scale.
     """
 
     def __init__(self, has_masters: bool, scale_updates: ScaleUpdates, sharded: Collection[Module]) -> None:
@@ -71,7 +71,7 @@ class GradientSums:
         self._scaler: LossScaler | None = None  # the scaler of the last block
         self._waiting: list[Block] = []  # blocks that have ended, with gradients that are not checked yet
         self._open: list[weakref.ref[Block]] = []  # outermost first
-        self._change = Change()  # entered while gradients are unscaled or scaled, so it tells if that was cut short
+        self._change = Change()  # entered while gradients are scaled or unscaled; knows if an error has cut that short
         self._stepping: int | None = None  # the id of the thread that runs a step; None outside of steps
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ class GradientSums:
     def await_step(self, block: Block) -> None:
         """Record that the optimizers of a block will have gradients to step on.
 
-        If a script has set all gradients of an optimizer to None by hand, this counts as a `zero_grad`. That may update
-        the scale, so call this before the block reads its scale.
+        If a script has set all gradients of an optimizer to None by hand, that counts as a `zero_grad`, and may update
+        the scale. So call this before the block reads its scale.
         """
         for flags in block.affected:
             flags.was_passed = True
@@ -97,7 +97,8 @@ class GradientSums:
     def begin(self, block: Block) -> None:
         """Multiply all gradients by the scale of a block.
 
-        Raises SessionError inside a block of another scale, and while a block or a step of another thread is under way.
+        Raises SessionError inside a block of another scale. Also if another thread is in a block or a step, unless both
+        have no scale and there are no masters.
         """
         if self._open:
             for outer in self.open_blocks():
@@ -113,7 +114,7 @@ class GradientSums:
         self._rescale_to(block.scale)
         self._unsharded.rescale_to(block.scale)
         self._scaler = block.scaler
-        self._open.append(weakref.ref(block, self._open.remove))  # a block that was freed will never end
+        self._open.append(weakref.ref(block, self._open.remove))  # a block that is freed never ends, and is removed
 
     def _check_thread(self, thread: int, *, is_scaled: bool) -> None:
         if thread != threading.get_ident() and (is_scaled or self._has_masters):
@@ -126,8 +127,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and report its flag to its optimizers and its scaler.
 
-        A delayed block leaves that to the next block or step. Waits for the device only after an exception: the flag of
-        a block that has failed counts only if it is set.
+        A delayed block leaves that to the next block or step. Waits for the device only if the block has failed under a
+        dynamic scale: then its flag counts only if it is set.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -146,7 +147,7 @@ class GradientSums:
                 self._rescale_to(block.scale)  # for the rest of the outer block, which has the same scale
 
     def close(self) -> None:
-        """Unscale all gradients, or drop them if an interrupt left them half unscaled. Open blocks count as ended."""
+        """Unscale all gradients, or drop them if an interrupt left some of them scaled. Open blocks count as ended."""
         self._open.clear()
         if self._change.is_half_done:
             self._drop_all()
@@ -154,7 +155,7 @@ class GradientSums:
             self.flush()
 
     def flush(self) -> None:
-        """Outside of blocks: unscale all gradients, also unreduced ones, before parameters are added or removed."""
+        """Unscale all gradients, also unreduced ones. Inside a block, do nothing."""
         if not self._open:
             self._rescale_local(None)
             self.unscale_all()
@@ -162,7 +163,7 @@ class GradientSums:
     # ---- steps and zeroing -------------------------------------------------------------------------------------------
 
     def unscale(self, flags: OverflowFlags) -> None:
-        """Unscale and check the gradients of an optimizer now. Inside a block, they are scaled again at once."""
+        """Unscale and check the gradients of an optimizer now. Inside a block, scale them again at once."""
         self.begin_step(flags)
         self.end_step(flags)
 
@@ -182,7 +183,7 @@ class GradientSums:
             self.unscale_all()
 
     def end_step(self, flags: OverflowFlags) -> None:
-        """End a step: inside a block, scale the gradients of its optimizer again for the rest of the backward pass."""
+        """End a step. Inside a block, scale the gradients of its optimizer again, for the rest of the backward pass."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = flags.groups.read()
@@ -197,7 +198,7 @@ class GradientSums:
                 block.stepped.append(flags)
 
     def _unscale_inside(self, flags: OverflowFlags) -> None:
-        """Unscale and check the gradients of one optimizer inside a block. All others stay scaled."""
+        """Unscale and check the gradients of one optimizer inside a block. Gradients of others stay scaled."""
         if self._scale is None:
             self._move_unscaled([flags])
             return
@@ -205,13 +206,13 @@ class GradientSums:
             found_inf = self._unscale_and_check(flags, self._scale, set(self.local.ids))
         for block in self._blocks_with(flags):
             block.found_inf = either(block.found_inf, found_inf)
-            # a second step in the same block does not skip for gradients of the first
+            # a second step in the same block must not skip for an overflow in the gradients of the first
             flags.add_found_inf(block.scaler, found_inf if block.is_spent(flags) else block.found_inf)
 
     def mark_zeroed(self, flags: OverflowFlags) -> None:
         """Record that the gradients of an optimizer are about to be zeroed without a step.
 
-        An overflow in them still lowers the loss scale. If a block had checked them, the next step checks again.
+        An overflow in them still lowers the loss scale. If a block has checked them, the next step checks once more.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -227,7 +228,7 @@ class GradientSums:
     def _check_waiting(self, flags: OverflowFlags) -> None:
         """Check the gradients of an optimizer that blocks have left unchecked, before they are zeroed."""
         local_ids = self.local.find_ids(flags.groups.model_parameters)
-        if local_ids:  # do not check them: an overflow that only this rank finds must not change its loss scale
+        if local_ids:  # unreduced gradients are not checked, because an overflow of this rank alone must not count
             self.local.ids -= local_ids
             for block in self._waiting:
                 block.affected = [affected for affected in block.affected if affected is not flags]
@@ -240,7 +241,7 @@ class GradientSums:
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Move gradients of 16-bit parameters to their masters, before gradients of `parameters` are clipped.
 
-        Inside a block or after a delayed one, only warn if such a gradient is still scaled, or not in its master yet.
+        Inside a block or after a delayed one, only warn if one of these is still scaled, or not in its master yet.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -250,7 +251,7 @@ class GradientSums:
         for flags in self.all_flags:
             pairs += flags.groups.pairs()
         if self._scale is not None:
-            pairs += [(parameter, parameter) for parameter in self._all_parameters()]  # also those without masters
+            pairs += [(parameter, parameter) for parameter in self._all_parameters()]  # also parameters without masters
         clipped_ids = set(map(id, parameters))
         for parameter, master in pairs:
             if parameter.grad is not None and not clipped_ids.isdisjoint((id(parameter), id(master))):
@@ -269,9 +270,9 @@ class GradientSums:
         return self._scale is not None
 
     def unscale_all(self) -> None:
-        """Unscale all gradients that are reduced. Inside a block, the caller scales them again.
+        """Unscale all gradients that are reduced. Inside a block, the caller must scale them again.
 
-        Check the gradients of the optimizers of waiting and open blocks, and report the flags of ended blocks.
+        Check the gradients of the optimizers of waiting and open blocks, and report the flags of waiting blocks.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
@@ -282,7 +283,7 @@ class GradientSums:
                 ended.append(block)
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
-        if scale is None and ended:  # these blocks waited for a reduction: all reduced gradients are unscaled already
+        if scale is None and ended:  # they waited for a reduction, and all reduced gradients are unscaled already
             scale = torch.ones_like(ended[0].scaler.scale)
         if scale is None:
             self._waiting = []
@@ -303,7 +304,7 @@ class GradientSums:
             self._report(block, found_infs)
 
     def _replace_lost_block(self) -> Block:
-        """Return a block for all optimizers in place of one that was garbage-collected before it ended."""
+        """Return a block for all optimizers in place of a block that was garbage-collected before it ended."""
         assert self._scaler is not None
         block = Block(self._scaler, self.all_flags)
         block.scale = self._scale
@@ -315,7 +316,7 @@ class GradientSums:
         return any(self.local.find_ids(flags.groups.model_parameters) for flags in block.affected)
 
     def _unscale_and_check_all(self, scale: Tensor, blocks: Sequence[Block]) -> dict[OverflowFlags, Tensor]:
-        """Divide all gradients by a scale. Return a new flag for each optimizer of `blocks`, for its gradients."""
+        """Divide all reduced gradients by a scale. Return the found_inf flag of each optimizer of `blocks`."""
         seen = set(self.local.ids)
         found_infs: dict[OverflowFlags, Tensor] = {}
         for block in blocks:
@@ -326,7 +327,7 @@ class GradientSums:
         for flags in self.all_flags:
             if flags not in found_infs:
                 self._unscale_unchecked(flags, scale, checked)
-        unowned = _collect_gradients(self._all_parameters(), seen)  # of no optimizer that was read above
+        unowned = _collect_gradients(self._all_parameters(), seen)  # the gradients that no optimizer of `blocks` has
         if unowned:
             unscale_(unowned, scale, None)
         return found_infs
@@ -334,7 +335,7 @@ class GradientSums:
     def _unscale_and_check(self, flags: OverflowFlags, scale: Tensor, seen: set[int]) -> Tensor:
         """Divide the gradients of an optimizer by a scale. Return a 0-dim float32 flag: 1.0 for a new overflow in them.
 
-        `seen` has the ids of parameters to leave out. Parameters without a master are added to it.
+        `seen` has the ids of parameters to leave out. Parameters without a master that have a gradient are added to it.
         """
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         plain, pairs = flags.groups.read()
@@ -351,8 +352,8 @@ class GradientSums:
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
         """For an optimizer of none of the blocks, move the gradients of 16-bit parameters to their masters.
 
-        Its next block or step checks them. It also does so if the optimizer holds a parameter that was just checked for
-        another optimizer (`checked`, by id): a script has moved the parameter from there.
+        Its next block or step checks these gradients. The same if the optimizer holds a parameter that was just checked
+        for another one (`checked`, by id), from which the script has moved it.
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)
@@ -372,7 +373,7 @@ class GradientSums:
                     move_to_masters_(self._reduced(pairs), None, None)
 
     def _report(self, block: Block, found_infs: dict[OverflowFlags, Tensor]) -> None:
-        """Add new flags to the flag of a block. If all its gradients are checked now, report the flag."""
+        """Add new flags to the flag of a block. If all gradients of the block are checked now, report its flag."""
         for flags in block.affected:
             block.found_inf = either(block.found_inf, found_infs[flags])
         if block in self._waiting or block.found_inf is None:
@@ -385,14 +386,14 @@ class GradientSums:
                 is_step_expected = True
             if not block.is_spent(flags):
                 flags.add_found_inf(block.scaler, block.found_inf)
-            elif flags.groups.has_gradients():  # gradients came after the step: count only those
+            elif flags.groups.has_gradients():  # gradients came after the step, and only their flag counts
                 flags.add_found_inf(block.scaler, found_infs[flags])
         block.scaler.add_found_inf(block.found_inf)
         if block.affected and not is_step_expected:  # otherwise, the next step updates the scale
             self.scale_updates.update_without_step([block.scaler])
 
     def _rescale_to(self, scale: Tensor | None) -> None:
-        """Change the scale that all gradients are multiplied by to `scale`. None means 1."""
+        """Change the scale by which all gradients are multiplied to `scale`. None means 1."""
         if self.local.ids:
             self._rescale_local(scale)
         # at a scale of 1, there may be gradients to move to masters, unless delayed blocks leave that for later
@@ -404,7 +405,7 @@ class GradientSums:
             return
         with self._change:
             gradients = _collect_gradients(self._all_parameters(), set(self.local.ids))
-            if gradients:  # the usual loop has none here, because it zeroes them after each step
+            if gradients:  # a usual loop has none here, because it zeroes gradients after each step
                 rescale_(gradients, scale)
             self._scale = scale
 
@@ -427,7 +428,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Scale unreduced gradients like all others, for a step of this rank. Raises OptimizerError with masters."""
+        """Give unreduced gradients the scale of the others, for a step of this rank. With masters, raise an error."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)
@@ -471,7 +472,7 @@ class GradientSums:
 def _mark_unchecked(flags: OverflowFlags) -> None:
     """Record that unchecked gradients are about to be moved to the masters of an optimizer.
 
-    Partners with such gradients are marked, too.
+    Optimizers that share a parameter with it (`partners`) are marked, too, if they have such gradients.
     """
     for partner in flags.partners:
         if have_gradients(partner.groups.read()[1]):
@@ -489,7 +490,7 @@ def _is_overflow(block: Block) -> bool:
 
 
 def _collect_gradients(parameters: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
-    """Return the gradients of parameters that are not in `seen`, by id, and add these parameters to it."""
+    """Return the gradients of parameters whose ids are not in `seen`, and add the ids of these parameters to `seen`."""
     gradients: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad

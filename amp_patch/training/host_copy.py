@@ -9,13 +9,14 @@ from torch import Tensor
 class HostCopy:
     """Copies of 0-dim tensors for the host. The copies begin when the object is made, and launch no kernel.
 
-    On mps there are no copies: `read` waits for all queued work, although `is_known` returns True.
+    On a CPU, nothing is copied, and `read` returns at once. On mps, nothing is copied either: `read` waits for all
+    queued work, although `is_known` returns True.
     """
 
     def __init__(self, numbers: Sequence[Tensor]) -> None:
         self._numbers = list(numbers)
         self._event: torch.Event | None = None
-        # On a CPU the numbers are on the host already. On mps no optimizer skips on the device, so the host must wait.
+        # on mps, no optimizer skips a step on the device, so the host must wait for the flag in any case
         if self._numbers and self._numbers[0].device.type not in ("cpu", "mps", "meta"):
             device = self._numbers[0].device
             on_host = torch.empty(len(self._numbers), dtype=torch.float32, device="cpu", pin_memory=True)

@@ -1,5 +1,5 @@
-"""`ModelBinding`: casts the parameters of one model in place, and adds hooks that cast its inputs and outputs and keep
-its state dicts in float32.
+"""`ModelBinding`: at levels that cast models, casts the parameters of one model in place, and adds hooks that cast its
+inputs and outputs and keep its state dicts in float32.
 
 Every hook is a plain object that can be copied and pickled, so a deep copy or a DataParallel replica of the model runs
 the same casts on its own weights.
@@ -40,15 +40,15 @@ from .rule_regions import RuleRegions, UpdateRules, decide_rules, find_borders
 class ModelBinding:
     """One model under one policy.
 
-    `bind` casts the model and adds the hooks. `undo` gives it its earlier dtypes again, with the trained values.
+    `bind` casts the model and adds the hooks. `undo` casts the model back to its earlier dtypes, with trained values.
 
     Args:
         rules: module rules that decide how parameters are cast. Empty at levels that patch functions, where
             `RuleRegions` applies the rules.
 
     Attributes:
-        used_rules: the rules that have chosen some module of the model.
-        rules: the rule of each covered module.
+        used_rules: the module rules that have chosen a module of the model.
+        rules: for each module that a module rule covers, this rule.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ModelBinding:
         self._undo = UndoStack()
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the model's parameters. While FSDP gathers shards, full tensors take the place of the shards in the
-        model: these are left out.
+        """Yield the model's parameters. Leave out the full tensors that the model holds in place of shards while FSDP
+        gathers them.
         """
         model = self.model
         if model is None:
@@ -92,7 +92,7 @@ class ModelBinding:
         """Cast and hook the model.
 
         Fills `float32_data` with the values of each tensor before it was cast, by the tensor's id. Until the caller
-        clears it, undoing restores exactly these values.
+        clears this dict, `undo` restores exactly these values.
         """
         model, policy = self.model, self._policy
         if model is None:
@@ -139,7 +139,7 @@ class ModelBinding:
             self._register(module.register_load_state_dict_post_hook, EndLoading(self._masters))
 
     def apply_rules(self, regions: RuleRegions) -> None:
-        """Apply module rules to the modules of the model, and at each call of the model to modules added since."""
+        """Apply module rules to the modules of the model, and to modules added later when the model is called again."""
         model = self.model
         if model is not None:
             self._undo.callback_on(model, regions.remove)
@@ -147,7 +147,7 @@ class ModelBinding:
             self._register(model.register_forward_pre_hook, UpdateRules(regions))
 
     def undo(self) -> None:
-        """Remove the hooks, and cast the model back, with the values of masters where it has any.
+        """Remove the hooks, and cast the model back. Parameters with a master get the values of the master.
 
         A second call does nothing.
         """
@@ -159,8 +159,9 @@ class ModelBinding:
         return register(hook, **options)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """With module rules, cast the inputs of modules that run in another dtype than their parents, and of modules
-        that have weights of their own in the dtype that they run in, except BatchNorm layers without a rule.
+        """With module rules, cast the inputs of two kinds of modules to the dtype in which they run: modules that run
+        in another dtype than their parents, and modules with weights of their own in the dtype in which they run. Of
+        the second kind, BatchNorm layers without a rule are left out.
         """
         if not self._runs:
             return
@@ -194,8 +195,8 @@ class ModelBinding:
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
         """Return the modules that hold floating buffers but no weights, such as rotary embeddings.
 
-        They stay in float32: 16 bits would round the frequencies, filters and averages in the buffers. The model
-        itself, BatchNorm layers and modules that a rule covers do not count.
+        Such modules stay in float32: 16 bits would round the frequencies, filters and averages in the buffers. The
+        model itself, BatchNorm layers and modules that a rule covers are left out.
         """
         constants: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:
@@ -259,7 +260,7 @@ def _tensors_to_cast(
     These are left out:
 
     * shards, which FSDP casts when it gathers them
-    * opaque tensors, and other tensors of their modules
+    * opaque tensors, such as quantized weights, and other tensors of their modules
     * tensors of modules that a rule keeps in float32, even if another module holds them too
     * the tensors in `left_alone`, by id
     * if `keep_batchnorm`, tensors of BatchNorm layers that no rule covers
@@ -277,9 +278,9 @@ def _tensors_to_cast(
 
 
 def _find_declared(model: nn.Module, low: torch.dtype, runs: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the tensors that a model of the transformers library declares to stay in float32: in its class
-    attributes `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`. Tensors of modules that a rule
-    covers are left out.
+    """Return the ids of the tensors that must stay in float32 as a model of the transformers library declares it: in
+    the class attributes `_keep_in_fp32_modules` (for float16) and `_keep_in_fp32_modules_strict`. Tensors of modules
+    that a rule covers are left out.
     """
     ids: set[int] = set()
     if low not in LOW_DTYPES:
@@ -323,7 +324,7 @@ def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[i
     """Cast tensors and gradients back to their earlier dtypes. Values come from `float32_data`, or from the masters."""
     for tensor, dtype in tensors:
         master = masters.get(tensor)
-        if tensor.dtype in LOW_DTYPES:  # else the script has cast it back
+        if tensor.dtype in LOW_DTYPES:  # else the script has cast the tensor back
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:

@@ -1,7 +1,7 @@
 """`optimizer.step_was_skipped`: whether the last step of an optimizer was skipped, for training loops that ask.
 
-The answer is kept in the instance. A session with masters or a loss scale adds a property to `torch.optim.Optimizer`,
-which asks the device first.
+The answer is kept in the optimizer's `__dict__`. A session with masters or a loss scale adds a property of the same
+name to `torch.optim.Optimizer`, which waits for the device if the answer is not known yet.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ _NAME = "step_was_skipped"
 
 
 def set_step_was_skipped(optimizer: Optimizer, value: bool) -> None:
-    """Set the answer for one optimizer. Bypasses a property of that name in its class, which may be read-only."""
+    """Set the answer for one optimizer, even if its class has a read-only property of that name."""
     vars(optimizer)[_NAME] = value
 
 
 def remove_step_was_skipped(optimizer: Optimizer) -> None:
-    """Forget the answer for one optimizer. If there is none, do nothing."""
+    """Forget the answer for one optimizer, if there is one."""
     vars(optimizer).pop(_NAME, None)
 
 

@@ -2,14 +2,14 @@
 
 A value that lies at 0.3 of the way from one bfloat16 number to the next is rounded to the next with a probability of
 0.3, so the mean of many roundings is the value itself. A running average that changes by less than half the spacing of
-bfloat16 in each step keeps moving, where rounding to nearest would leave it as it is.
+bfloat16 in each step keeps moving. Rounding to nearest would leave it as it is.
 
-The random numbers are a function of the number of the step and of a position, the number of an element. They are the
-same on each rank, and they leave the random numbers of the script alone. Position i of a block gets the upper 16 bits
-of `a * t[i] + b` in 32 bits. The table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each
-number is uniform, and two numbers are independent if their elements of the table differ by an odd number, and nearly
-independent if not (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer
-arithmetic without primes").
+The random number for an element is a function of the number of the step and of the element's *position*, a number that
+the caller gives it. So it is the same on each rank, and the random numbers of the script are not used. Positions are
+divided into blocks of equal size. Position i of a block gets the upper 16 bits of `a * t[i] + b` in 32 bits. The
+table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each number is uniform, and two numbers
+are independent if their elements of the table differ by an odd number, and nearly independent if not (Dietzfelbinger
+1996, "Universal hashing and k-wise independent random variables via integer arithmetic without primes").
 """
 
 import itertools
@@ -32,10 +32,10 @@ _MINUTE = 2.0**-120
 """The product of this and the difference of two finite numbers above `_LARGEST` is below 1."""
 
 _BLOCK_ON_CPU = 2**17
-"""Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
+"""The number of positions in a block on a CPU. The temporary tensors of a block fit into the cache of a core."""
 
 _BLOCK = 2**22
-"""The same on other devices, where each kernel costs a launch."""
+"""The number on other devices. Blocks are larger there, because each block costs kernel launches."""
 
 _WORD = 0xFFFFFFFFFFFFFFFF
 
@@ -75,7 +75,8 @@ class StochasticRounding:
         """Write values (float32) to `rounded` (bfloat16, of the same shapes and strides). All are dense, and on one
         device. A finite value stays finite, and inf and NaN stay what they are.
 
-        `positions`: of the first element of each tensor. No two elements have the same position.
+        `positions`: the position of the first element of each tensor. The further elements follow it, and no two
+        elements may have the same position in a step.
 
         Does not wait for the device.
         """
@@ -104,7 +105,7 @@ class StochasticRounding:
                 copy_(group([piece.target for piece in pieces], results))
 
     def _get_room(self, values: Sequence[Tensor]) -> "_Room":
-        """Return the temporary tensors for a call, of an earlier call in the step if they fit."""
+        """Return temporary tensors for a call: those of an earlier call in this step, if they are large enough."""
         size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
         if self._room is None or self._room.size < size or self._room.device != values[0].device:
             self._room = None  # freed before the next one is taken
@@ -112,7 +113,7 @@ class StochasticRounding:
         return self._room
 
     def _draw_(self, numbers: Tensor, block: int, pieces: Sequence["_Piece"]) -> None:
-        """Fill an int32 tensor with the random numbers of pieces of a block, from -2**15 to 2**15 - 1."""
+        """Fill an int32 tensor with the random numbers for pieces of a block, each from -2**15 to 2**15 - 1."""
         key = _mix(self.steps << 32 | block)
         factor, addend = _to_int32(key), torch.tensor(_to_int32(key >> 32), dtype=torch.int32, device="cpu")
         table = self._get_table(numbers.device, max(piece.start + piece.source.numel() for piece in pieces))
@@ -127,7 +128,7 @@ class StochasticRounding:
         torch.add(addend, entries, alpha=factor, out=numbers).bitwise_right_shift_(16)
 
     def _get_table(self, device: torch.device, size: int) -> Tensor:
-        """Return random numbers that are always the same, at least `size` of them."""
+        """Return a table of `size` or more random numbers, which are the same in each process."""
         table = self._tables.get(device)
         if table is None or table.numel() < size:
             generator = torch.Generator("cpu").manual_seed(0)
@@ -143,7 +144,7 @@ class _Piece(NamedTuple):
     Attributes:
         source: float32, flat.
         target: bfloat16, flat, of the same size.
-        start: the position of its first element in the block.
+        start: the position of the first element, counted from the beginning of the block.
     """
 
     source: Tensor
@@ -152,7 +153,7 @@ class _Piece(NamedTuple):
 
 
 class _Room:
-    """Temporary tensors for blocks of up to `size` elements. Fresh memory costs as much time as the kernels."""
+    """Temporary tensors for blocks of up to `size` elements, because fresh memory costs as much time as the kernels."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
@@ -166,10 +167,11 @@ class _Room:
 
 
 def _round(values: Tensor, numbers: Tensor, clamped: Tensor) -> Tensor:
-    """Return float32 values that bfloat16 can hold, in the memory of `numbers`. Number n (from -2**15 to 2**15 - 1)
-    adds 0x7fff - n to the bits of its value, of which the lower 16 are then dropped. `clamped`: for temporary values.
+    """Return the rounded values, as float32 values that bfloat16 can hold, in the memory of `numbers`. Number n (from
+    -2**15 to 2**15 - 1) adds 0x7fff - n to the bits of its value, and the lower 16 bits of the sum are dropped.
+    `clamped` is memory for temporary values.
     """
-    torch.clamp(values, -_LARGEST, _LARGEST, out=clamped)  # larger finite numbers could become inf
+    torch.clamp(values, -_LARGEST, _LARGEST, out=clamped)  # else larger finite numbers could become inf
     torch.sub(clamped.view(torch.int32), numbers, out=numbers).add_(_MIDDLE).bitwise_and_(_UPPER)
     # inf and NaN come back by a sum that leaves finite numbers as they are, also -0
     beyond = torch.sub(clamped, values, out=clamped)

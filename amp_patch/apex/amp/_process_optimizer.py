@@ -25,14 +25,13 @@ class AmpOptimizerState:
     def __init__(self, view: OptimizerView) -> None:
         self._view = view
         self.lazy_init_called = True
-        # both are set by `show_skip`
-        self.skip_step: Any = None  # its replacement of `optimizer.step`
-        self.usual_step: Any = None  # the method that it has replaced
+        # `show_skip` sets both
+        self.skip_step: Any = None  # the replacement of `optimizer.step`
+        self.usual_step: Any = None  # the method that `skip_step` replaces
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next `step()` will be skipped. Waits for the device."""
-        # Apex skipped a step by patching `step`
+        """Whether the next `step()` will be skipped: Apex skipped a step by patching `step`. Waits for the device."""
         return self._view.is_next_step_skipped()
 
     @property
@@ -108,7 +107,9 @@ def _masters_exist() -> None:
 
 
 def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
-    """Unscale after a backward pass. After an overflow, `scaler.update_scale()` returns True, and `step()` skips."""
+    """Unscale the gradients of a backward pass. If one overflowed, `scaler.update_scale()` then returns True, and
+    `step()` skips.
+    """
     hand_scaled.end(scaler.open_pass(device))
 
 
@@ -135,10 +136,10 @@ def show_skip(optimizer: Any) -> None:
 
     @functools.wraps(function)
     def skip_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if vars(self)["step"] is stash.skip_step:  # else a scheduler has wrapped it in the meantime
+        if vars(self)["step"] is stash.skip_step:  # else a scheduler has wrapped `skip_step` in the meantime
             self.step = usual_step
         return usual_step(*args, **kwargs)
 
-    # at the end of the session, a `step` from before `initialize` that was an attribute is restored from `__wrapped__`
+    # if `step` was an instance attribute before `initialize`, the session restores it from `__wrapped__` when it ends
     vars(skip_step)["__wrapped__"] = vars(function).get("__wrapped__")
     stash.skip_step = optimizer.step = types.MethodType(skip_step, optimizer)

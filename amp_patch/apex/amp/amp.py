@@ -1,7 +1,7 @@
 """Apex's `apex.amp.amp`: decorators such as `half_function`, `register_half_function` and its like, and `init`.
 
-It also exports all names of `frontend`. A registered function is cast in every later session. Apex forgot registered
-functions after the first `initialize`.
+It also exports all names of `frontend`. The arguments of a registered function are cast in every later session. Apex
+forgot registered functions after the first `initialize`.
 """
 
 from dataclasses import replace
@@ -42,15 +42,14 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Patch torch's functions as O1 does, without a model: Apex's interface from before `initialize`.
+    """Patch torch's functions as O1 does, without a model, and return a handle. Apex had `init` before `initialize`.
 
-    They stay patched until the handle's `_deactivate()`, `amp_patch.reset()`, `initialize` or the next `init`. If there
-    is an accelerator, its tensors are cast, otherwise tensors on the CPU.
+    The functions stay patched until the handle's `_deactivate()`, `amp_patch.reset()`, `initialize` or the next `init`.
+    If there is an accelerator, the functions cast its tensors, otherwise tensors on the CPU.
 
     After `initialize`, while its models are alive, `init` ignores all arguments but `enabled`. At a level that patches
-    functions, it returns a handle of the session of `initialize`; functions that were registered since are patched, and
-    functions that `_deactivate` restored are patched again. At other levels it warns, and returns a handle without
-    effect.
+    functions, it returns a handle of the session of `initialize`, and patches functions that were registered since, or
+    that `_deactivate` restored. At other levels it warns, and returns a handle without effect.
 
     Args:
         enabled: False returns a handle without effect.

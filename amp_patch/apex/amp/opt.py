@@ -11,10 +11,10 @@ from .._core import bind_optimizer, require_session
 
 
 class OptimWrapper:
-    """Wraps an optimizer. It has loss scalers of its own, one for each of the `num_loss` losses in a step.
+    """Wraps an optimizer, with one loss scaler for each of the `num_loss` losses in a step.
 
-    `scale_loss` and `step` are its own methods; all other attributes are the optimizer's. While the handle's casts are
-    not active, it scales nothing, and `step` is the optimizer's.
+    Attributes other than `scale_loss` and `step` are read from the optimizer. While the handle's casts are not active,
+    `scale_loss` yields the loss as it is, and `step` only calls the optimizer's.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
@@ -28,7 +28,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss times its scale. The losses of a step use the scalers in their order."""
+        """Yield the loss times its scale. The n-th loss of a step uses the n-th scaler."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -41,7 +41,7 @@ class OptimWrapper:
             yield scaled_loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, or skip if a loss overflowed. While casts are active, a closure raises NotImplementedError."""
+        """Step, or skip after an overflow. While these casts are active, a closure raises NotImplementedError."""
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0

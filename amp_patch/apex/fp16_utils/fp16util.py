@@ -44,7 +44,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast floating parameters, gradients and buffers of a module to `dtype`, in place, and no submodules."""
+    """Cast floating parameters, gradients and buffers of a module to `dtype`, in place. Submodules stay as they are."""
     for parameter in get_own_parameters(module).values():
         if parameter is not None and parameter.is_floating_point():
             # torch refuses a gradient whose dtype differs from its parameter's
@@ -69,10 +69,10 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the trainable parameters, and their float32 masters.
+    """Return the trainable parameters, and their float32 masters: a copy of each parameter.
 
-    Each master is a copy of a parameter. With `flat_master`, there is a single master of shape (n,), which holds the
-    values of all parameters, and whose gradient is zeros; parameters of several dtypes then raise RuntimeError.
+    With `flat_master`, there is a single master of shape (n,), which holds the values of all n elements. Its gradient
+    is zeros. Parameters of several dtypes then raise RuntimeError.
     """
     params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
@@ -91,8 +91,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copy gradients of parameters to the gradients of masters. If a parameter has none, the gradient of its master
-    becomes None, or zeros in a flat master.
+    """Copy gradients of parameters to the gradients of masters. If a parameter has no gradient, the gradient of its
+    master becomes None, or zeros in a flat master.
     """
     if flat_master:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]
@@ -101,7 +101,7 @@ def model_grads_to_master_grads(
         return
     for parameter, master in zip(model_params, master_params, strict=True):
         if parameter.grad is None or master.grad is None:
-            # an empty gradient is filled by the copy below
+            # `_copy` below fills the empty gradient
             master.grad = None if parameter.grad is None else torch.empty_like(master, requires_grad=False)
     _copy([m.grad for m in master_params if m.grad is not None], [p.grad for p in model_params if p.grad is not None])
 

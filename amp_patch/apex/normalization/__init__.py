@@ -1,4 +1,4 @@
-"""`apex.normalization`: Apex's layer norms as subclasses of torch's. Their checkpoints load into torch's, and back."""
+"""`apex.normalization`: Apex's layer norms, as subclasses of torch's and with the same keys in checkpoints."""
 
 from typing import NoReturn
 

@@ -1,10 +1,9 @@
 """LayerNorm and RMSNorm with Apex's arguments, on torch's functions.
 
-Results are computed in float32 or wider. (On a CPU, torch keeps the statistics of 16-bit tensors in 16 bits for the
-backward pass.) A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
+Results are computed in float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
 the weight, for any combination of the two, also under amp. (Apex's norms failed on 16-bit inputs with float32 weights,
 and its RMSNorm without a weight returned float32.) One exception: a fused RMSNorm with a 16-bit weight returns the
-weight's dtype. Libraries put it in the place of their own norms, such as T5's, which return the weight's dtype.
+weight's dtype. Libraries use this layer instead of their own norms, such as T5's, which return the weight's dtype.
 
 By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
@@ -80,8 +79,8 @@ def _normalize(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Call `function`, and cast the result to `dtype`. If the tensors have several dtypes, first cast all to float32,
-    or to float64 if one is float64.
+    """Call `function`, and cast the result to `dtype`. If `input` and `parameters` differ in dtype, cast all of them to
+    float32 before the call, or to float64 if one of them is float64.
     """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     dtypes = {input.dtype, *(parameter.dtype for parameter in parameters if parameter is not None)}
@@ -129,7 +128,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions, `normalized_shape`."""
-        # for None, the eps of torch depends on its version, and in some versions on the dtype
+        # torch's own default for None depends on the version of torch, and in some versions on the dtype
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, 1e-5 if self.eps is None else self.eps)
 
 

@@ -15,15 +15,20 @@ from .base import FusedOptimizer, Work
 class FusedAdam(FusedOptimizer):
     """AdamW (`adam_w_mode`), or Adam with L2 regularization; `updates.adam_` has the formula.
 
-    Differs from torch.optim.AdamW in the order of the arguments, in `weight_decay`, which is 0 by default, in
-    `bias_correction`, and in counting steps for each group (`param_groups[i]["step"]`) instead of each parameter. State
-    dicts of torch.optim.Adam and AdamW can be loaded.
+    Differs from torch.optim.AdamW:
+
+    * The arguments have another order, and `weight_decay` is 0 by default.
+    * `bias_correction=False` leaves out the correction of the moments.
+    * Steps are counted for each group (`param_groups[i]["step"]`), not for each parameter.
+
+    `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW, if their weight decay is of the same kind
+    and all parameters of a group have taken equally many steps.
 
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip. Apex had this argument in 2019.
         capturable: without effect. While a CUDA graph is captured, `step` raises OptimizerError.
-        master_weights: step on float32 masters of 16-bit parameters. The state dict holds the masters, unlike in Apex.
-            Under `amp.initialize` at O2 or O5 there are masters already, and this makes none.
+        master_weights: step on float32 masters of 16-bit parameters. Unlike in Apex, the state dict holds them. Has no
+            effect under `amp.initialize` at O2 or O5, which makes the masters.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -51,7 +56,7 @@ class FusedAdam(FusedOptimizer):
             raise OptimizerError(
                 f"FusedAdam: bias_correction={bias_correction!r} must be a bool; the third argument is not betas here"
             )
-        # the key exists only if clipping was requested, because state dicts of today's Apex do not have it
+        # `max_grad_norm` is a key only if clipping was requested, because state dicts of today's Apex do not have it
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -121,9 +126,10 @@ class FusedAdam(FusedOptimizer):
         }
 
     def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Also convert a state of torch's Adam or AdamW, which count steps for each parameter instead of each group.
+        """Return a saved state of Apex, or of torch's Adam or AdamW, with one count of steps for each group.
 
-        Raises CheckpointError if its weight decay is of the other kind, or if steps differ within a group.
+        Raises CheckpointError if the saved weight decay is of the other kind (decoupled or L2), or if the parameters of
+        a group have taken different numbers of steps.
         """
         saved = self._split_flat(super()._convert_state_dict(state_dict))
         for group in saved["param_groups"]:
@@ -146,9 +152,9 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Split the saved state among the parameters, if each saved group has one flat tensor for all its parameters.
+        """Return a state in which each saved group has one flat tensor for all its parameters, split among them.
 
-        Apex of 2019 saved such groups. Any other state is returned as it is.
+        Apex of 2019 saved such states. Returns any other state as it is.
         """
         counts = [len(group["params"]) for group in self.param_groups]
         # a saved group with a single parameter is flat only if a group here has several

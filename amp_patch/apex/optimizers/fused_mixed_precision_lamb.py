@@ -11,17 +11,17 @@ from .fused_lamb import FusedLAMB
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` that steps on float32 masters of the parameters of one 16-bit dtype, and unscales gradients itself.
+    """`FusedLAMB` that steps on float32 masters of parameters in `reduced_precision_dtype`, and unscales gradients.
 
-    Use it with `torch.amp.GradScaler` for a model in that dtype. GradScaler passes its scale and its flag to the step.
+    Use it with `torch.amp.GradScaler`, which passes its scale and its flag to the step.
 
     Args:
-        step: the number of earlier steps.
+        step: the number of steps that were taken before.
         reduced_precision_dtype: the dtype of the parameters that get masters. None: no parameter gets one.
     """
 
     _step_supports_amp_scaling = True
-    """GradScaler reads this, and sets `grad_scale` (None if gradients are unscaled already) and `found_inf`."""
+    """Tells GradScaler to set `grad_scale` (None if it has unscaled the gradients) and `found_inf` for each step."""
 
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
 
@@ -61,7 +61,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _update(self, work: Work) -> None:
         if self.found_inf is not None and bool(self.found_inf):  # waits for the device
             return
-        # GradScaler sets the attribute for one step, and deletes it afterwards
+        # GradScaler sets `grad_scale` for one step, and deletes it afterwards; without a GradScaler it is missing
         scale = getattr(self, "grad_scale", None)
         unscaled: Work = []
         for group, params, gradients in work:

@@ -1,4 +1,4 @@
-"""`LARC`: layer-wise adaptive rate clipping around any optimizer, of You et al. (arXiv:1708.03888). torch has none."""
+"""`LARC`: layer-wise adaptive rate clipping (You et al., arXiv:1708.03888), around any optimizer. torch lacks it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +15,23 @@ from ..updates import at_full_precision, norms
 class LARC(Optimizer):
     """Wraps an optimizer. Scales the gradient g of each parameter w before a step, so that no layer changes too much.
 
-    rate = trust_coefficient |w| / (|g| + wd |w| + eps), or with `clip` min(rate / lr, 1)
+    rate = trust_coefficient |w| / (|g| + wd |w| + eps)
+    rate = min(rate / lr, 1), only with `clip`
     g = (g + wd w) rate, in place
 
     wd is the weight decay of the parameter group. The inner optimizer then steps without weight decay. If |w| or |g| is
-    0, g is not changed, and w has no weight decay in that step. Computes in float32 (float64 for float64). Does not
-    wait for the device.
+    0, g is not changed, and w has no weight decay in that step. The formula is computed in float32 (float64 for
+    float64), and does not wait for the device.
 
-    Unlike Apex's, it is an Optimizer itself, so LR schedulers accept it. Pass this object to amp and to schedulers. It
-    shares `param_groups`, `state` and hooks with the inner optimizer, `optim`, and reads all other attributes from it.
+    Unlike Apex's LARC, this one is an Optimizer, so LR schedulers accept it. Pass this object, not the inner optimizer,
+    to amp and to schedulers. `param_groups`, `state`, hooks and all attributes that LARC does not define are the inner
+    optimizer's, `optim`.
     """
 
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
-        # without Optimizer.__init__, which would make groups and state of its own
+        # no call of Optimizer.__init__, which would make groups and state of its own
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps
@@ -74,11 +76,11 @@ class LARC(Optimizer):
         decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
         try:
             for group, decay in zip(self.param_groups, decays, strict=True):
-                # this adds weight decay to the gradients, so the inner optimizer must not add it again
+                # `_adapt` adds weight decay to the gradients, so the inner optimizer must not add it again
                 self._adapt(group, decay)
                 if "weight_decay" in group:
                     group["weight_decay"] = 0.0
-            # without the closure, which has run already
+            # no closure here: it has run already
             result = self.optim.step()
         finally:
             for group, decay in zip(self.param_groups, decays, strict=True):

@@ -15,12 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from ...casting import cast_tree, compiling
 from ...interrupts import UndoStack
-from ...native import calls_under_way
+from ...native import calls_under_way, outer_hooks
 from ...patching import Patch, Patcher
 from ...session import Session
 from ...torch_dispatch import has_foreign_function_mode, leave_function_mode
 from ...torch_private import get_backward_id, get_call_kwargs, is_replica
 from ..sites import find_caller
+from .root_hooks import RootHooks
 from .surroundings import ModuleState, RandomState, StatefulModules, read_surroundings, read_version
 from .tape import Call, Given, Kind, Tape
 
@@ -74,6 +75,7 @@ class CallWatch:
         self._modes: dict[int, _Mode] = {}  # by thread
         self._models: weakref.WeakKeyDictionary[nn.Module, StatefulModules] = weakref.WeakKeyDictionary()
         self._states: dict[int, list[ModuleState]] = {}  # by call: of all modules that are compared
+        self._root_hooks = RootHooks(self._enter, self._leave)
         self._undo = UndoStack()
         self.is_paused = False
 
@@ -82,8 +84,10 @@ class CallWatch:
         patcher = Patcher()
         self._undo.callback(patcher.undo)
         self._undo.callback(self.leave)
-        self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        self._undo.callback(self._root_hooks.remove)
+        self._undo.callback(outer_hooks.add(register_module_forward_pre_hook(self._enter), self._enter))
+        leave = register_module_forward_hook(self._leave, always_call=True)
+        self._undo.callback(outer_hooks.add(leave, self._leave))
         patcher.install(
             [
                 Patch(torch.autograd, "backward", self._watch_backward),
@@ -107,12 +111,14 @@ class CallWatch:
         """End a step: the next call is of the next step."""
         self._tape.end()
         self._states.clear()
-        self._local.root = None  # torch calls no hook of a module that a KeyboardInterrupt has ended
+        # torch calls no hook of a module that a KeyboardInterrupt has ended
+        self._local.root = None
+        self._root_hooks.end()
         self.leave()
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
-    # These two hooks run for every module of a model: each line of them costs time in every step.
+    # In the first call of a model, these two hooks run for every module of it. Later, `RootHooks` stands for them.
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
@@ -141,11 +147,15 @@ class CallWatch:
         if not self.is_paused and not is_replica(module) and get_backward_id() == -1:
             session = self._get_session()
             if session is not None and not compiling.is_traced():
+                is_known = module in self._models
                 self._begin_call(session, module, args, get_call_kwargs(frame))
+                if is_known:  # during its first call, `native` looks for models inside of it
+                    self._root_hooks.begin(module)
 
     def _note_end(self, output: Any) -> None:
         """Note that the call of the outermost module has ended."""
         local = self._local
+        self._root_hooks.end()
         call, local.root, local.call = local.call, None, None
         if call is not None:
             self._end_call(call, output)
@@ -231,7 +241,7 @@ class CallWatch:
         results = [args[0]] if traits.returns_nothing else tensors_of(result)
         if not results:
             return
-        first = next((value for value in args if isinstance(value, Tensor)), None)
+        first = _find_tensor(args)
         caller = find_caller()
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
@@ -285,6 +295,14 @@ class _Mode(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._watch.note_function(func, args, kwargs, result)
         return result
+
+
+def _find_tensor(values: Sequence[Any]) -> Tensor | None:
+    """Return the first value that is a tensor."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    return None
 
 
 def tensors_of(value: Any) -> list[Tensor]:

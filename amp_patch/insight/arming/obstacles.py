@@ -1,4 +1,4 @@
-"""Why a model cannot be called again by one process alone."""
+"""Finds reasons why one process cannot call a model again without the other ranks."""
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +10,7 @@ _PARALLEL = "torch.nn.parallel.distributed"
 
 
 def find_obstacle(model: nn.Module) -> str:
-    """Return why one rank cannot call a model again: its forward would wait for the other ranks. "" if it can."""
+    """Return why one rank alone cannot call a model again: its forward may wait for other ranks. "" if one rank can."""
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     is_sharded = bool(list(find_fsdp_modules([model])))
@@ -23,7 +23,7 @@ def find_obstacle(model: nn.Module) -> str:
 
 
 def unwrap_parallel(model: nn.Module) -> nn.Module:
-    """Return the model in a DistributedDataParallel, which would exchange gradients with other ranks; else `model`."""
+    """Return the model inside a DistributedDataParallel, which exchanges gradients with other ranks, or `model`."""
     while is_instance_of(model, _PARALLEL, "DistributedDataParallel"):
         model = model.module  # type: ignore[assignment]
     return model

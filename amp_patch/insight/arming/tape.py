@@ -128,9 +128,9 @@ class Tape:
         """
         if self.is_over:
             self.clear()
-        call.args = tuple(self._name_all(call, args))
+        call.args = tuple([self._name_in(call, value) for value in args])
         if kwargs:
-            call.kwargs = dict(zip(kwargs, self._name_all(call, kwargs.values()), strict=True))
+            call.kwargs = {name: self._name_in(call, value) for name, value in kwargs.items()}
         if self.is_too_long:
             return
         if len(self.calls) >= self._next_pruning:
@@ -140,7 +140,8 @@ class Tape:
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
         """Note the tensors that a call has returned. The call counts as their maker, also if it works in place."""
         for position, tensor in enumerate(results):
-            if isinstance(tensor, Parameter):  # torch.utils.swap_tensors refuses one that has a weak reference
+            # torch.utils.swap_tensors refuses a parameter that has a weak reference
+            if type(tensor) is not Tensor and isinstance(tensor, Parameter):
                 call.made.append((_find_nothing, 0))
                 continue
             reference = weakref.ref(tensor)
@@ -170,15 +171,13 @@ class Tape:
         is_wrapped = isinstance(known[1], Made) and not known[1].has_graph and has_graph(tensor)
         return None if is_wrapped else known[1]
 
-    def _name_all(self, call: Call, values: Iterable[Any]) -> Iterator[Any]:
-        """Yield arguments with `Made` and `Given` in the place of tensors."""
-        for value in values:
-            if isinstance(value, Tensor):
-                yield self._name(call, value)
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                yield value
-            else:
-                yield cast_tree(value, functools.partial(self._name, call))
+    def _name_in(self, call: Call, value: Any) -> Any:
+        """Return an argument with `Made` and `Given` in the place of tensors."""
+        if isinstance(value, Tensor):
+            return self._name(call, value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        return cast_tree(value, functools.partial(self._name, call))
 
     def _name(self, call: Call, tensor: Tensor) -> "Made | Given":
         known = self._find(tensor)

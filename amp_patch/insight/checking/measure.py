@@ -1,4 +1,8 @@
-"""`Measurer`: makes the runs of a check, and makes a `Contract` of their results."""
+"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
+
+A contract says what a training does: its ops and numbers. Each number has a *band*: how much it may differ in a later
+run.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +42,7 @@ class Measurer:
     """Makes runs of one script.
 
     Args:
-        runner: makes a run.
+        runner: makes a run when it is called.
         question: the script, and how to run it.
         tell: called when a run begins, with a line such as "run 2: once more".
     """
@@ -52,13 +56,13 @@ class Measurer:
     def run(self, title: str, *, in_float32: bool = False, keeps_files: bool = False, **options: object) -> Measured:
         """Make a run, and return its results.
 
-        Raises RunFailedError if it ends too early, and SessionError if no optimizer took a step.
+        Raises RunFailedError if the run ends too early, and SessionError if no optimizer took a step.
 
         Args:
-            title: names the run for the user.
+            title: the name of the run, for the user.
             in_float32: run at the float32 level instead of the level of the question.
             keeps_files: keep the files that the script writes.
-            options: arguments of `ContractProbe`.
+            options: arguments of `ContractProbe`; by default, `steps` is the question's.
         """
         self._done += 1
         self._tell(f"run {self._done}: {title}")
@@ -71,7 +75,9 @@ class Measurer:
         return _read(recording)
 
     def find_lost_updates(self) -> ComparedRecord:
-        """Make the run that finds changes of 16-bit tensors which rounding loses: `kept` and `kept_worst`."""
+        """Make a run that measures the changes of 16-bit tensors which rounding loses. Return the record whose `kept`
+        and `kept_worst` have the result.
+        """
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
         recording = self._runner(Run(_PROBE_OF_UPDATES, {}, self._question.settings, self._question.seed))
@@ -83,7 +89,7 @@ class Measurer:
         return self._make_contract(measured, [], None, self._try_lost_updates())
 
     def write(self) -> Contract:
-        """Make the runs of a new contract, and return it. Its bands come from four variants (see `bands`)."""
+        """Make the runs of a new contract, and return it. Its bands come from four variants of a run (see `bands`)."""
         base = self.run("the script", keeps_files=True)
         if not base.ops:
             raise SessionError(
@@ -100,7 +106,7 @@ class Measurer:
         return self._make_contract(base, variants, self._try_float32(), self._try_lost_updates())
 
     def _try_float32(self) -> Measured | None:
-        """Make the first two steps of a run in float32, and return its results; None if the run fails."""
+        """Make a run of two steps in float32, and return its results; None if the run fails or takes no step."""
         try:
             return self.run("float32", in_float32=True, steps=2)
         except NoRegionError:  # the script uses no mixed precision, so there is nothing to check
@@ -172,7 +178,7 @@ def _read(recording: Recording) -> Measured:
 
 
 def _promise_ops(base: Measured, variants: Iterable[Measured]) -> list[ContractOp]:
-    """Return the ops of the base, each with `is_promised`: whether its calls are the same in all variants."""
+    """Return the ops of `base`. `is_promised` is True for an op whose calls are the same in all variants."""
     differing: set[tuple[str, str]] = set()  # module and name of the op
     for variant in variants:
         differences = find_differences(base.ops, variant.ops)
@@ -183,7 +189,7 @@ def _promise_ops(base: Measured, variants: Iterable[Measured]) -> list[ContractO
 
 
 def _make_module_record(name: str, base: Measured, float32: Measured | None, bands: Variants) -> ModuleRecord:
-    """Return the numbers of a module in the base, with their bands, and the error of its output against float32."""
+    """Return the numbers of a module in `base`, with their bands, and the error of its output against float32."""
     numbers = base.modules[name]
     error = None
     if float32 is not None and name in float32.modules:

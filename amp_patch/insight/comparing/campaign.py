@@ -1,4 +1,4 @@
-"""`Campaign`: makes the runs of a comparison, one after another, because parallel runs would disturb the clock."""
+"""`Campaign`: makes the runs of a comparison, one after another, because parallel runs would slow each other down."""
 
 import functools
 import math
@@ -34,22 +34,21 @@ AS_IS = "as-is"
 """The name of a run with the script's own level, or its own regions of autocast."""
 
 SCRIPT = "script"
-"""The name of the run without changes, of a script that makes its weights 16-bit itself, and of the reference if it
-cannot run in float32.
+"""The name of a run that keeps the script's own 16 bits: the unchanged run of a script that makes its weights 16-bit,
+or the reference if it cannot run in float32.
 """
 
 NOT_RUN = "did not run"
 """The value of `ComparedRecord.failed` for a run that never began."""
 
 NOISE, FROZEN = "weights off by one unit", "weights put back"
-"""Variants of the reference. The first shows the noise of losses; the second sees the same batches, but learns nothing.
-"""
+"""Variants of the reference. `NOISE` shows the noise of losses. `FROZEN` sees the same batches, but learns nothing."""
 
 CLOSE = 0.02
-"""Weights are equal, up to rounding to 16 bits, if their relative difference (L2) is below this."""
+"""Weights count as equal, up to rounding to 16 bits, if their relative difference (L2) is below this."""
 
 SHARE = 0.01
-"""Gradients of a layer are compared if their norm is at least this share of the norm of all gradients."""
+"""The gradients of a layer are compared if their norm is at least this share of the norm of all gradients."""
 
 
 class Plan(NamedTuple):
@@ -60,8 +59,9 @@ class Plan(NamedTuple):
         native_runs: the runs to make instead if the first run shows that the training uses torch.autocast.
         low_runs: the runs to make instead if the first run shows 16-bit weights, and no amp.
         reference: the name of the run with which the others are compared.
-        steps, seeds: the number of steps from each seed, and the seeds.
-        command: the command line to show.
+        steps: the number of steps of a run.
+        seeds: the seeds. Each run trains once from each seed.
+        command: the command line to show in the results.
         is_asked: whether the user named the runs. If not, default runs that do not suit the training are left out.
     """
 
@@ -91,7 +91,7 @@ def plan_runs(
     Args:
         asked: the runs that the user named; None for the default runs.
         reference: the run with which the others are compared. If it is not among the runs, it is added as the first.
-        everywhere: the whole training is in one region of autocast.
+        everywhere: whether runs put the whole training into one region of autocast (`--everywhere`).
     """
     plain = levels.find_plain_level().name
     with_amp = [level.name for level in levels.read_levels() if level.keeps_small_updates]
@@ -109,7 +109,7 @@ def plan_runs(
 
 
 def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
-    """Return the settings of the asked runs, and of the reference if it is not among them, by their names."""
+    """Return the settings of the asked runs, by name, after those of the reference if it is not among them."""
     all_runs: list[str | Settings] = list(asked)
     if parse_run(reference) not in map(parse_run, all_runs):
         all_runs.insert(0, reference)
@@ -154,31 +154,31 @@ def is_in_float32(settings: Settings) -> bool:
 class Campaign:
     """Makes the runs of a plan. `tell` is called with a line when a run begins.
 
-    Each run trains once from each seed, watched only for its losses and times. Then it trains for a few steps from the
-    first seed, to measure layers, gradients, memory and updates. The reference trains once more from each seed, with
-    weights moved by one unit in the last place before each step: the difference is noise. From the first seed, it also
-    runs with its weights put back after each step: the difference is what it has learned.
+    Each run trains once from each seed, watched only for its losses and times. From the first seed, it also trains for
+    a few steps to measure layers, gradients, memory and updates. Two variants of the reference are made, too:
+
+    * From each seed, its weights are moved by one unit in the last place before each step. How its losses then differ
+      is noise.
+    * From the first seed, its weights are put back after each step. How its losses then differ is what it has learned.
 
     A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
     bits, and is called "script".
 
-    If two seeds give the reference the same losses, no further run is made.
-
-    If the training fails in float32 for a reason that has nothing to do with dtypes, no other run is made. If two runs
-    fail for the same reason, and none has come to its end, the remaining runs are left out.
+    No further runs are made in three cases: two seeds give the reference the same losses; the training fails in float32
+    for a reason that has nothing to do with dtypes; two runs fail for the same reason, and none has come to its end.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
         self._runner = runner
         self._plan = plan
         self._tell = tell
-        self._header: RunRecord | None = None  # of the reference, or of the first run if the reference has failed
+        self._header: RunRecord | None = None  # of the reference, or of the first run that has one
         self._measured: list[Record] = []  # records about gradients, layers and ops
         self._samples: dict[str, SampleRecord] = {}  # of the layers of the reference, by module
         self._op_errors: dict[tuple[str, str, str, str], OpErrorRecord] = {}  # by dtype, module, op and line
         self._done = 0  # the number of runs that have begun
         self._left_out = ""  # which default runs are left out, and why
-        self._reference = plan.reference  # its name
+        self._reference = plan.reference  # the name of the reference
         self._not_float32 = ""  # why the reference keeps 16 bits
         self._total = 0  # known once the first run has shown which runs suit the training
         self._begin(plan.runs)
@@ -222,7 +222,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails in float32. One that only takes no step has no error to raise."""
+        """Raise the error of a training that fails in float32. If it only took no step, return: there is no error."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return
@@ -235,10 +235,12 @@ class Campaign:
         ) from (failed.__cause__ or failed)
 
     def _train_reference(self, seed: int) -> RunFailedError | None:
-        """Make the first run of the reference, and return its error. It shows which other runs suit the training."""
+        """Make the first run of the reference, choose the other runs that suit the training, and return the error of
+        the reference, or None.
+        """
         reference = self._reference
         failed = self._train(reference, seed)
-        # it may fail because it got float32 where the script asks for 16 bits, so try again with the script's dtypes
+        # the run may fail because it got float32 where the script asks for 16 bits, so try again with these 16 bits
         if failed is not None and failed.was_widened:
             self._not_float32 = str(failed).strip().splitlines()[-1].strip()  # the last line of a traceback
             self._curves[reference].clear()
@@ -385,7 +387,7 @@ class Campaign:
             self._change(name, has_equal_weights=False)
 
     def _has_equal_weights(self, samples: dict[str, SampleRecord]) -> bool:
-        """Return whether a run began with the weights of the reference, perhaps rounded, from its samples."""
+        """Return whether a run began with the weights of the reference, perhaps rounded, judged by its samples."""
         # the sample named "" holds weights before the first step
         if "" not in samples or "" not in self._samples:
             return False
@@ -439,9 +441,9 @@ def _compare_layer(run: str, reference: SampleRecord, sample: SampleRecord) -> L
 def find_gradient_error(
     reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
 ) -> tuple[float | None, str]:
-    """Return the largest relative error of a layer's gradients, and the layer; None and "" if none can be compared.
+    """Return the largest relative error of the gradients of a layer, and the layer; None and "" if there are none.
 
-    Layers are compared if both runs have their gradients, and if these are not too small (see `SHARE`).
+    Layers are compared if both runs have samples of their gradients, and these are not too small (see `SHARE`).
     """
     gradients = {
         module: sample.gradient
@@ -462,8 +464,8 @@ def find_gradient_error(
 def find_error(reference: Sequence[float], values: Sequence[float]) -> float | None:
     """Return the relative error (L2) of values, |values - reference| / |reference|.
 
-    It is 0 if all values are equal, and inf if a value is not finite or the reference is zero. It is None without
-    values, and if the lengths differ.
+    The error is None if there are no values or the lengths differ, and 0 if all values are equal. Otherwise, it is inf
+    if a value is not finite or the reference is zero.
     """
     if not reference or len(reference) != len(values):
         return None
@@ -475,7 +477,7 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
 
 
 def _name_machine(device: str) -> str:
-    """Return the name of the CPU, after the name of the device if it is another one."""
+    """Return the name of the CPU. If `device` is not the CPU, the name of the device precedes it."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,9 +1,9 @@
-"""Counts of gradients by magnitude. They show how many of them a 16-bit dtype loses at each loss scale.
+"""Counts of gradients by magnitude. They show how many gradients a 16-bit dtype loses at each loss scale.
 
 The magnitudes from 2**e up to, but not including, 2**(e + 1) are counted in four classes:
 
     0: 2**e itself
-    1: larger ones
+    1: above 2**e
     2: from (2 - 2**-8) * 2**e on, which bfloat16 rounds up to 2**(e + 1)
     3: from (2 - 2**-11) * 2**e on, which float16 rounds up to 2**(e + 1), too
 
@@ -27,9 +27,9 @@ class Format(NamedTuple):
 
     Attributes:
         zero: values up to 2**zero round to zero.
-        normal: values below 2**normal are subnormal: they have fewer bits.
-        last: values from 2**(last + 1) on round to inf.
-        infinite: of the values from 2**last on, those in this class (0 to 3) and the later classes round to inf.
+        normal: values below 2**normal are subnormal, and keep fewer bits.
+        last: the exponent of the largest finite numbers: values from 2**(last + 1) on round to inf.
+        infinite: the first class (0 to 3) of the magnitudes from 2**last on whose values round to inf.
     """
 
     zero: int
@@ -51,7 +51,7 @@ class Shares(NamedTuple):
 
 
 def count(tensors: "Iterable[Tensor]") -> GradientRecord:
-    """Count the elements of floating tensors on any device, as float32. Waits for the device."""
+    """Return the counts of the elements of floating tensors on any device, cast to float32. Waits for the device."""
     import torch
 
     total = torch.zeros((_HIGHEST - _LOWEST + 1) * CLASSES, dtype=torch.int64, device="cpu")
@@ -65,7 +65,7 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
             zeros += finite.numel() - positive.numel()
             if positive.device.type == "mps":
                 positive = positive.cpu()  # MPS has no frexp in torch 2.13
-            # frexp returns mantissas from 0.5 up to 1, half of those in the docstring, so exponents are e + 1
+            # frexp returns mantissas from 0.5 up to 1, half the factors in the docstring above, so exponents are e + 1
             mantissa, exponent = torch.frexp(positive)
             class_of_value = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
             places = (exponent - 1 - _LOWEST) * CLASSES + class_of_value
@@ -80,9 +80,10 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
 
 
 def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares:
-    """Return the shares of counted values, times a scale, that become zero, subnormal and inf in a dtype of `FORMATS`.
+    """Return the shares of counted values, times a scale, that become zero, subnormal and inf in the dtype `low`.
 
-    The scale is rounded to a power of two. The result is exact, except for subnormals that round up to a normal number.
+    The scale is rounded to a power of two. The result is exact for this power, except that values just below the normal
+    numbers, which round up to one, count as subnormal.
     """
     form = FORMATS[low]
     lowest = counted.lowest + round(math.log2(scale))

@@ -28,8 +28,9 @@ from .sampler import Sampler
 from .steps import StepFollower
 
 _WRITE_SECONDS = 600.0
-"""The file is written at most this often, so that a process which is killed leaves most of its samples. Formatting 256
-samples of 1,000 layers with weights, each with an activation, took 3 s on an AMD EPYC.
+"""While the recorder is open, it writes the file, at most this often, so that a process which is killed leaves most of
+its samples. Each time costs seconds: to format 256 samples of 1,000 layers with weights, each with an activation, took
+3 s on an AMD EPYC.
 """
 
 OnSample = Callable[[int, Mapping[str, float]], object]
@@ -38,10 +39,10 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    It changes no number of the training. In a step that is not sampled, it costs two hooks of the optimizer. A sampled
-    step has a forward hook on each module, and takes two kernel launches for each output and each gradient. The host
-    does not wait for them, except on MPS. It works under `torch.autocast`, under `amp.initialize` and without mixed
-    precision.
+    The recorder changes no number of the training. A step that is not sampled costs two hooks of the optimizer. A
+    sampled step has a forward hook on each module, and takes two kernel launches for each output and each gradient. The
+    host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
+    `amp.initialize` and without mixed precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
     recorded without the loss scale of `amp.initialize` or a GradScaler. A loss that the script scales itself leaves its
@@ -50,10 +51,10 @@ class FlightRecorder:
     Args:
         every: the number of steps from one sample to the next. The first step is sampled.
         keep: the number of samples to keep. Older ones are dropped.
-        path: a file to write the samples to: when the recorder is closed, when the process ends, and every ten minutes.
-            A further rank of a distributed run puts its number before the suffix, as in `flight.1.jsonl`.
-        on_sample: called with the step and the numbers of each sample, by name, once they have reached the host:
-            `amp_patch.integrations.trackers.log_samples` makes such a function.
+        path: a file for the samples. It is written about every ten minutes, and when the recorder or the process ends.
+            In a distributed run, each rank but the first puts its number before the suffix, as in `flight.1.jsonl`.
+        on_sample: called for each sample, once its numbers have reached the host, with the step and a dict of the
+            numbers by name. `amp_patch.integrations.trackers.log_samples` makes such a function.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class FlightRecorder:
         self._models: list[nn.Module] = []
         self._steps = StepFollower(self._sampler, lambda: self._models, self._hand_on)
         self._undo = UndoStack()
-        self._unsent = 0  # samples that `on_sample` has not had
+        self._unsent = 0  # the number of samples that were not passed to `on_sample` yet
         self._run: RunRecord | None = None
         self._write_due = time.monotonic() + _WRITE_SECONDS
         self._process_id = os.getpid()
@@ -88,7 +89,7 @@ class FlightRecorder:
         Args:
             models: a model, or a list of them.
             optimizers: an optimizer, or a list of them.
-            scaler: the GradScaler of the loop. Its scale is recorded, and the steps that it skips are counted.
+            scaler: the GradScaler of the loop. Its scale is recorded, and steps that it skips count, too.
         """
         new_models, new_optimizers = as_models(models), as_optimizers(optimizers)
         if not new_models or not new_optimizers:
@@ -121,21 +122,20 @@ class FlightRecorder:
 
     @property
     def records(self) -> list[FlightRecord]:
-        """The samples: for each module a record of outputs and one of gradients; one for each value and loss scale.
-
-        Waits until they are on the host.
+        """The samples: a record for the outputs of each module, for the gradients of its weights, for each name that
+        was passed to `observe`, and for each loss scale. Waits until the samples are on the host.
         """
         return self._sampler.records()
 
     @property
     def recording(self) -> Recording:
-        """The samples, as files hold them. Waits until they are on the host."""
+        """The samples as a `Recording`, which files hold, too. Waits until the samples are on the host."""
         return self._make_recording(self.records)
 
     def summary(self) -> str:
-        """Return which magnitudes have grown, over which steps, and when they will reach the end of their format.
+        """Return as text which magnitudes have grown, over which steps, and when they will overflow.
 
-        The end is the largest number of the 16-bit dtype of the run; without one, of float32.
+        They overflow above the largest number of the 16-bit dtype of the run; without such a dtype, of float32.
         """
         return summarize(self.records)
 
@@ -147,9 +147,9 @@ class FlightRecorder:
         self.recording.to_jsonl(path)
 
     def close(self) -> None:
-        """Remove all hooks, and write the file. The samples stay. Harmless twice.
+        """Remove all hooks, and write the file. The samples stay in memory. A second call does nothing.
 
-        If the file cannot be written, a warning says so: a training should not end with an error for its log.
+        If the file cannot be written, a warning says so, because a training should not fail for its log.
         """
         is_open = bool(len(self._undo))
         self._undo.close()
@@ -166,8 +166,8 @@ class FlightRecorder:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def _hand_on(self) -> None:
-        """Pass earlier samples to `on_sample`, and write the file if it is due, unless the host would have to wait for
-        the device. Count the sample that is about to end.
+        """Count the sample that is about to end. If earlier samples are on the host, pass them to `on_sample`; then
+        write the file if that is due.
         """
         if self._unsent and self._sampler.has_arrived():
             self._send()
@@ -177,7 +177,7 @@ class FlightRecorder:
         self._unsent += 1
 
     def _send(self) -> None:
-        """Call `on_sample` for the samples that it has not had yet. Waits until they are on the host."""
+        """Call `on_sample` for the samples that were not passed to it yet. Waits until they are on the host."""
         if self._on_sample is not None and self._unsent:
             numbers: dict[int, dict[str, float]] = {}
             for record in self._sampler.records(self._unsent):
@@ -191,14 +191,14 @@ class FlightRecorder:
         self._unsent = 0
 
     def _forget(self) -> None:
-        """Keep no model alive once the recorder is closed."""
+        """Describe the run, and drop the models, so that a closed recorder keeps none alive."""
         self._run = self._describe()
         self._models = []
 
     # ---- the file ----------------------------------------------------------------------------------------------------
 
     def _write_file(self) -> None:
-        # a forked process has the exit handlers of this one
+        # a forked process inherits the exit handlers, and must not write the file
         if self._path is None or os.getpid() != self._process_id:
             return
         try:
@@ -210,7 +210,9 @@ class FlightRecorder:
         return Recording(self._describe() if self._run is None else self._run, list(records))
 
     def _describe(self) -> RunRecord:
-        """Return the record of the run: of the open session, else of the last one, else from the models and samples."""
+        """Return the record of the run: of the session in force, else of the last session that closed, else made from
+        the models and samples.
+        """
         session = current.state.session
         if session is not None:
             return describe_run(session)

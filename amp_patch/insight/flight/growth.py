@@ -1,6 +1,6 @@
 """`find_growth`: whether magnitudes have grown up to the last sample, and when they will reach a limit. Needs no torch.
 
-The magnitudes are fitted by an exponential: their base-2 logarithms by a line over the steps.
+An exponential is fitted to the magnitudes: a line over the steps to their base-2 logarithms.
 
 The limits below and in `describe` were chosen on 55 small trainings of 1,500 steps on a CPU, in bfloat16,
 float16 and float32. None of the 31 that learn showed a growth after 20, 40, 60, 80 or 100 % of its steps. Of the 19
@@ -17,20 +17,22 @@ MIN_SAMPLES = 8
 """Fewer samples show no growth."""
 
 BLOCKS = 24
-"""A window is divided into at most so many blocks of samples, and each block replaced by its medians."""
+"""A window of samples is divided into at most so many blocks, and each block is replaced by its medians."""
 
 MIN_RISE = 1.0
-"""The least rise, in powers of two."""
+"""The least rise in a window, in powers of two."""
 
 NOISE = 4.0
 """The rise must be larger than the noise by this factor."""
 
 ORDERED = 0.7
-"""Of all pairs of blocks, the later one must be larger in so many more than it is smaller (Kendall's tau)."""
+"""The least Kendall's tau: the share of pairs of blocks in which the later is larger, minus the share in which it is
+smaller.
+"""
 
 PACE_KEPT = 0.5
-"""The last half of the window must rise at least at this part of the pace of the whole window. A rise that levels off
-is the beginning of a healthy training.
+"""The pace of the last half of the window must be at least this part of the pace of the whole window. A rise that
+levels off is the beginning of a healthy training.
 """
 
 HORIZON = 2.0
@@ -43,11 +45,11 @@ class Growth:
 
     Attributes:
         first_step, last_step: the steps of the window.
-        start, end: the magnitudes there: medians of three samples.
+        start, end: the magnitudes at these steps: medians of the first and last three samples.
         rise: by how much the fit rises in the window, in powers of two.
         pace: powers of two per step, in the last half of the window.
         noise: the standard deviation around the fit, in powers of two.
-        is_even: whether the last half does not rise much faster than the whole window.
+        is_even: whether the pace of the last half is at most twice the pace of the whole window.
     """
 
     first_step: int
@@ -60,11 +62,11 @@ class Growth:
     is_even: bool
 
     def forecast(self, limit: float) -> int | None:
-        """Return in how many steps the fit reaches a limit at this pace: log2(limit / end) / pace.
+        """Return in how many steps the magnitude reaches a limit at this pace: log2(limit / end) / pace.
 
-        0 if it has been reached. None beyond `HORIZON` times the window, where an extrapolation says nothing. Of eight
-        trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of steps in seven, and
-        13 times in one that grew faster and faster.
+        Returns 0 if it has reached the limit, and None beyond `HORIZON` times the window, where an extrapolation says
+        nothing. Of eight trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of
+        steps in seven, and 13 times in one that grew faster and faster.
         """
         if self.end >= limit:
             return 0
@@ -75,15 +77,15 @@ class Growth:
 
 
 def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | None:
-    """Return the growth up to the last sample, or None without a clear one.
+    """Return the growth up to the last sample, or None if there is no clear growth.
 
-    Windows that end at the last sample are fitted, each shorter than the one before. The longest with a clear growth
-    at an even pace counts; without one, the shortest with a clear growth.
+    Ever shorter windows that end at the last sample are fitted. The result is of the longest window with a clear growth
+    at an even pace; without such a window, of the shortest with a clear growth.
 
     The line through the medians of the blocks has the slope of Theil and Sen: the median of the slopes of all pairs. So
     a fourth of the samples may lie anywhere (Sen, 1968, has 29 % as the limit). The noise is 1.4826 times the median
-    distance from the line, which is the standard deviation if it is normal. Samples that are not finite, and zeros, are
-    left out.
+    distance from the line; for normally distributed distances, this is the standard deviation. Samples that are not
+    finite, and zeros, are left out.
     """
     points = [
         (step, math.log2(magnitude))
@@ -106,7 +108,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     """Return the growth in a window, or None if it is not clear."""
     blocks = _divide(points)
     heights = [height for _, height in blocks]
-    if median(heights[-3:]) - median(heights[:3]) < MIN_RISE / 2:  # saves the fit
+    if median(heights[-3:]) - median(heights[:3]) < MIN_RISE / 2:  # a quick test, because the fit is slow
         return None
     slope = _find_slope(blocks)
     level = median(height - slope * step for step, height in blocks)
@@ -115,7 +117,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
     rise = slope * (last - first)
     if rise < max(MIN_RISE, NOISE * noise) or _count_order(heights) < ORDERED:
         return None
-    # where the rise levels off, the last half is slower
+    # if the rise levels off, the last half is slower
     late = blocks[len(blocks) // 2 :]
     pace = _find_slope(late)
     if pace < PACE_KEPT * slope:
@@ -126,7 +128,7 @@ def _fit(points: Sequence[tuple[int, float]]) -> Growth | None:
 
 
 def _divide(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return the medians of blocks of equal numbers of samples."""
+    """Return the median step and the median height of each block. The sizes of blocks differ by at most one sample."""
     count = min(BLOCKS, len(points))
     edges = [number * len(points) // count for number in range(count + 1)]
     blocks = []
@@ -145,7 +147,7 @@ def _find_slope(blocks: Sequence[tuple[float, float]]) -> float:
 
 
 def _count_order(heights: Sequence[float]) -> float:
-    """Return Kendall's tau of heights in order: 1 if each is larger than all before, -1 if smaller."""
+    """Return Kendall's tau of heights: 1 if each is larger than all before it, -1 if each is smaller."""
     rising = pairs = 0
     for number, height in enumerate(heights):
         for later in heights[number + 1 :]:

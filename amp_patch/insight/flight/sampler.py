@@ -21,6 +21,7 @@ from ...torch_dispatch import get_current_node, get_scale_on_device, without_dis
 from ...torch_private import get_local_tensor, get_sparse_values
 from ..flight_record import FlightKind, FlightRecord
 from ..naming import name_modules
+from ..owned_hook import OwnedHook
 from ..rules import short
 from ..runs import check_count
 from ..short_dtypes import LARGEST
@@ -31,25 +32,19 @@ _SPARE_ROWS = 64
 """Rows for values that a script passes to `observe` for the first time in a step that has begun already."""
 
 
-class _OutputHook:
-    """Forward hook of a module. A copied or unpickled hook has no sampler, and does nothing."""
+class _OutputHook(OwnedHook):
+    """Forward hook of a module."""
 
     def __init__(self, sampler: "Sampler | None" = None, row: int = 0) -> None:
-        self._sampler = (lambda: None) if sampler is None else weakref.ref(sampler)
+        super().__init__(sampler)
         self._row = row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if compiling.is_compiling():  # compiled code would keep the hook
             return
-        sampler = self._sampler()
+        sampler = self.owner()
         if sampler is not None:
             sampler.look_at_output(self._row, module, output)
-
-    def __deepcopy__(self, memo: Any) -> "_OutputHook":
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
-        return type(self), ()
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
-bits, the ops that change it run a second time in float32, on a copy, as far as `BUDGET` allows. When the step ends, the
-stored change is compared with the true one.
+bits, the ops that change it run a second time in float32, on a float32 copy (its *twin*), as far as `BUDGET` allows.
+When the step ends, the change of the tensor is compared with the change of its twin, the true one.
 """
 
 import weakref
@@ -25,7 +25,7 @@ from ..twins import Twins
 from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
-"""The most elements that are followed in one step. Later steps follow the tensors that were left out."""
+"""The most elements of tensors that are followed in one step. Later steps follow the tensors that were left out."""
 
 _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter", "lerp"}
@@ -35,7 +35,7 @@ _FOLLOWED = frozenset(
 
 
 _SUMS = frozenset({"index_add_", "scatter_add_", "index_put_", "put_", "scatter_reduce_", "_index_put_impl_"})
-"""Ops that may add many values to one element, and so lose some of them within one call."""
+"""Ops that may add many values to one element, and so lose some of these values within one call."""
 
 
 class _Followed(NamedTuple):
@@ -43,9 +43,9 @@ class _Followed(NamedTuple):
 
     Attributes:
         tensor: the whole storage of the tensor, flat.
-        before: its values at the beginning of the step.
-        shown: the tensor that was changed, by which it is named.
-        source: the code that changed it first.
+        before: a copy of `tensor` from before its first change in the step.
+        shown: the tensor that was changed. Reports use its name.
+        source: the code that made the first change.
     """
 
     tensor: Tensor
@@ -60,7 +60,7 @@ class _Successor(NamedTuple):
     Attributes:
         storage: the storage of the result, held weakly.
         change: how the result differs from the older tensor.
-        source: the code that made it.
+        source: the code that made the result.
     """
 
     storage: Any
@@ -69,8 +69,8 @@ class _Successor(NamedTuple):
 
 
 class UpdateWatch:
-    """Follows the changes of 16-bit tensors. It reads values on the host when a step begins and ends, and changes
-    none.
+    """Follows the changes of 16-bit tensors. It reads values on the host when a step begins and ends, and changes no
+    value of the script.
 
     Args:
         name: returns the qualified name of a tensor of a model, "" for another tensor, and None for a tensor whose
@@ -88,10 +88,10 @@ class UpdateWatch:
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
-        self._done: set[int] = set()  # ids of the storages that were followed since a step has left none out
+        self._done: set[int] = set()  # ids of the storages that were followed since the last step that left none out
         self._is_full = False  # whether this step has left a tensor out
-        self._optimizer: Optimizer | None = None  # whose step runs
-        self._weights: set[int] = set()  # addresses of the storages of its weights
+        self._optimizer: Optimizer | None = None  # the optimizer whose step runs
+        self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
         self.tally = Tally()
         self.step = 0
 
@@ -102,10 +102,11 @@ class UpdateWatch:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
-        """Judge the changes before the step, such as summed gradients. Later ones are the optimizer's.
+        """Judge the changes before the step, such as summed gradients. Later changes are the optimizer's.
 
         Args:
-            has_stepped: whether the step is over already: a step with a closure reports only its end.
+            has_stepped: whether the step is over already, because a step with a closure reports only its end. Then all
+                changes count as the optimizer's.
         """
         if not has_stepped:
             self._judge()
@@ -114,7 +115,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. `optimizer`: whose step ends; None: the optimizer of `begin_step`."""
+        """Judge the changes since `begin_step`. Without `optimizer`, they are of the optimizer of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -125,6 +126,7 @@ class UpdateWatch:
         self.step += 1
 
     def _judge(self) -> None:
+        """Compare all changes since the last call with the true ones, and stop following these tensors."""
         with torch.no_grad(), current.without_casts():
             self._judge_changes()
             self._keep_successors()
@@ -180,13 +182,13 @@ class UpdateWatch:
             change = None if exact is None else compare_change(root, stored, exact)
             if change is not None:
                 self._successors.append(_Successor(reference, change, source))
-        # A result that no step takes up is dropped with its storage.
+        # forget results that the script has freed
         self._successors = [each for each in self._successors if each.storage() is not None]
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> Site | None:
-        """Copy the tensors that an op is about to change. Return its line if it is to be followed, else None."""
+        """Copy the tensors that an op is about to change. Return the op's line if it is to be followed, else None."""
         node = get_current_node()
         is_gradient = node is not None and "AccumulateGrad" in node.name()
         is_sum = overload.name in _SUMS
@@ -214,7 +216,7 @@ class UpdateWatch:
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor outlives the step in more than 16 bits: a copy of it loses nothing for good."""
+        """Return whether a tensor was there before the step, in more than 16 bits: a 16-bit copy of it is no loss."""
         return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
@@ -232,12 +234,14 @@ class UpdateWatch:
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
 
     def _is_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was there before the step. False for a tensor that hides its address."""
+        """Return whether a tensor was there before the step. False for a tensor whose address is not known."""
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
     def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
-        """Keep the values of a tensor that is about to change, if it is to be followed and is not followed yet."""
+        """Begin to follow a tensor that is about to change: keep its values, unless it is not to be followed, is
+        followed already, or exceeds the budget.
+        """
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
         storage = tensor.untyped_storage()
@@ -267,7 +271,7 @@ class UpdateWatch:
             self._twins.drop(tensor)
 
     def follow(self, op: Op, site: Site) -> None:
-        """Run an op in float32 on the twins of its inputs, and keep the results as twins of its results."""
+        """Run an op in float32 on the twins of its inputs. The float32 results become twins of the op's results."""
         self._note_decay(op, site)
         if op.overload.is_in_bulk:
             self._follow_bulk(op)
@@ -289,7 +293,7 @@ class UpdateWatch:
             self._note_successor(op, outputs[0], site)
 
     def _note_decay(self, op: Op, site: Site) -> None:
-        """Count a weight decay whose factor is so close to 1 that the product is the weight itself in 16 bits."""
+        """Count a weight decay whose factor is so close to 1 that every product rounds to the old weight."""
         if self._optimizer is None or op.overload.name not in ("mul_", "_foreach_mul_") or len(op.args) < 2:
             return
         factor = op.args[1]
@@ -302,12 +306,12 @@ class UpdateWatch:
                 self.tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
 
     def _restart(self, tensor: Tensor) -> None:
-        """Take the present values of a tensor as exact, since random numbers cannot be drawn again."""
+        """Take the present values of a tensor as the true ones, because random numbers cannot be drawn again."""
         if self._twins.find(tensor) is not None:
             self._twins.put(tensor, tensor.float())
 
     def _follow_bulk(self, op: Op) -> None:
-        """Follow an op on lists of tensors, as optimizers use, at the positions where a tensor has a twin."""
+        """Follow an op on lists of tensors, such as `_foreach_add_`, at the positions where a tensor has a twin."""
         lists = [arg for arg in op.args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         if not lists:
             return
@@ -344,7 +348,7 @@ class UpdateWatch:
     # ---- tensors that are replaced -----------------------------------------------------------------------------------
 
     def _note_successor(self, op: Op, output: Tensor, site: Site) -> None:
-        """Note that a result may replace the older tensor that it was computed from."""
+        """Note that a result may replace the older tensor from which it was computed."""
         if output.dtype not in LOW_DTYPES or not storage_of(output):
             return
         for tensor in op.inputs():
@@ -362,7 +366,7 @@ class UpdateWatch:
                 return
 
     def _find_root(self, tensor: Tensor) -> Tensor | None:
-        """Return the older tensor that a result of this step was computed from, or None."""
+        """Return the older tensor from which a result of this step was computed, or None."""
         storage = tensor.untyped_storage()
         known = self._made.get(id(storage))
         if known is None or known[0]() is not storage:  # another storage may have got the id
@@ -370,7 +374,7 @@ class UpdateWatch:
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a result that replaces an older tensor, as a later step has read it in its place."""
+        """Count the change of a result of an earlier step that replaces an older tensor: this step reads the result."""
         storage = tensor.untyped_storage()
         for successor in self._successors:
             if successor.storage() is storage and successor.source.site:

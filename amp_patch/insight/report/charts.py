@@ -15,8 +15,14 @@ LINE_WIDTH, DASH = 2, 14
 
 
 class Series(NamedTuple):
-    """A line: its name, the number of its colour, a value for each step, the range of all seeds in each step, and the
-    indices, from 0, of skipped steps.
+    """A line of a chart.
+
+    Attributes:
+        name: the name that the page shows.
+        colour: the number of its colour.
+        values: a value for each step.
+        low, high: the ends of a range in each step, such as the range over all seeds; empty without a range.
+        skipped: the indices of skipped steps, from 0.
     """
 
     name: str
@@ -38,7 +44,8 @@ def draw_figure(
 ) -> Markup:
     """Return a chart of lines over steps on a logarithmic axis, and its caption, which names lines that coincide.
 
-    `steps` has the number of the step of each value; None: from 1. With `has_keys` a legend stands above the chart.
+    `steps` has the number of the step of each value; by default, they count from 1. With `has_keys`, a legend stands
+    above the chart.
 
     Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
     below `noise` is shaded. Skipped steps are marks on the step axis.
@@ -88,7 +95,7 @@ def _has_range(series: Series) -> bool:
 
 
 def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Return the numbers of lines in groups: those of a group coincide with its first line."""
+    """Return the numbers of the lines in groups. All lines of a group coincide with its first line."""
     groups: list[list[int]] = []
     for number, track in enumerate(tracks):
         group = next((group for group in groups if _run_together(track, tracks[group[0]])), None)
@@ -104,7 +111,7 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether one of two lines hides the other everywhere. Heights are in pixels."""
+    """Return whether one of two lines hides the other everywhere, from their heights in pixels."""
     pairs = list(zip(left, right, strict=False))
     return len(left) == len(right) and all(
         abs(y - y_of_right) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_right)) for y, y_of_right in pairs
@@ -112,7 +119,7 @@ def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
 
 
 def _style_line(place: int, count: int) -> str:
-    """Return the style of one of several lines that run together: dashes of each take turns."""
+    """Return the style of line number `place` of `count` lines that coincide: their dashes alternate."""
     style = f"stroke-width:{LINE_WIDTH}"
     if count > 1:
         style += f";stroke-linecap:butt;stroke-dasharray:{DASH} {DASH * (count - 1)};stroke-dashoffset:{-DASH * place}"
@@ -122,8 +129,8 @@ def _style_line(place: int, count: int) -> str:
 def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float, Markup]]]:
     """Return the ends of an axis for the positive values, and its ticks with their labels.
 
-    The ends are exponents of ten. The axis reaches at most 12 decades down. Its ticks are at most thirteen powers of
-    ten, or round values if all values lie within a factor of ten.
+    The ends are base-10 logarithms, at most 12 apart: smaller values lie at the lower end. The ticks are powers of ten,
+    or round values if all values lie within a factor of ten.
     """
     positive = [value for value in values if 0 < value < math.inf] or [0.1, 1.0]
     low, high = math.log10(min(positive)), math.log10(max(positive))
@@ -142,7 +149,7 @@ def _find_axis(values: Iterable[float]) -> tuple[float, float, list[tuple[float,
 
 
 class _Axes:
-    """Maps steps and values to pixels."""
+    """The axes of a chart: maps steps and values to pixels."""
 
     def __init__(self, numbers: Sequence[int], low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
         self._steps, self._low, self._high, self._ticks = numbers, low, high, ticks
@@ -186,7 +193,7 @@ class _Axes:
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
     def mark(self, series: Series, order: int, count: int) -> Markup:
-        """Return a group with the marks of one of `count` lines, and a bar through each for the range there."""
+        """Return a group with the marks of line number `order` of `count` lines. A bar through each shows the range."""
         points = self._points(series.values)
         ends: list[Sequence[tuple[float, float]]] = []
         if _has_range(series):
@@ -201,7 +208,7 @@ class _Axes:
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name)
 
     def band(self, series: Series) -> Markup:
-        """Return a group with the area of the range of a line."""
+        """Return a group with the area between the lowest and the highest values of a line."""
         area = self.area(series.low, series.high, "band", f"{series.name}: its range")
         return element("g", area, class_=f"c{series.colour}", data_series=series.name)
 
@@ -233,7 +240,7 @@ def _power_of_ten(power: int) -> Markup:
 
 
 def _find_labels(steps: Sequence[int]) -> list[int]:
-    """Return the indices of the steps that have labels: the first, then round numbers."""
+    """Return the indices of the steps that have labels: the first step, and steps with round numbers."""
     span = steps[-1] - steps[0]
     every = next(size * 10**power for power in range(10) for size in (1, 2, 5) if span / (size * 10**power) <= 6)
     return [0, *(index for index, step in enumerate(steps) if index and step % every == 0)]
@@ -245,11 +252,11 @@ ZONES = ("zero", "subnormal", "infinite")
 
 
 def draw_histogram(record: GradientRecord, dtype: str, power: int) -> Markup:
-    """Return a histogram with a bar for each power of two, in front of the zones in which values times 2**`power` are
-    zero, subnormal or infinite in `dtype`.
+    """Return a histogram with a bar for each power of two. Behind the bars are the zones in which values times
+    2**`power` are zero, subnormal or infinite in `dtype`.
 
-    The script of the page moves the zones. It reads the powers at both ends, and the width of a power, from the
-    attributes of the drawing.
+    The script of the page moves the zones when the user chooses another power. It reads the powers at both ends, and
+    the width of a power, from the attributes of the drawing.
     """
     sums = [sum(record.counts[place : place + CLASSES]) for place in range(0, len(record.counts), CLASSES)]
     first, last = min(record.lowest, -30) - 2, max(record.lowest + len(sums), 0) + 2
@@ -299,6 +306,8 @@ def _zones(dtype: str, power: int, first: int, last: int, width: float) -> list[
 
 
 def tell_shares(record: GradientRecord, dtype: str, power: int) -> str:
-    """Return the shares as text. The script of the page writes the same text."""
+    """Return as text which shares of the gradients, times 2**`power`, are in each of `ZONES`. The script of the page
+    writes the same text.
+    """
     shares = find_shares(record, dtype, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

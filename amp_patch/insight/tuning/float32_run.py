@@ -1,4 +1,4 @@
-"""`Float32Run`: a probe for a run in float32, which also measures the error that each op would have in 16 bits."""
+"""`Float32Run`: a probe for a run in float32. It also measures the error that each op would have in 16 bits."""
 
 import contextlib
 import types
@@ -31,9 +31,9 @@ WHOLE_MODEL = "**"
 class Float32Run(Check):
     """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
-    That is, the last list of the run has `modules: [{match: "**", run: float32}]`. The probe measures listed ops
-    everywhere, and other ops in modules, in the forward passes of the first thread. Code of torch.compile runs
-    uncompiled.
+    The last list of this run must have the rule `modules: [{match: "**", run: float32}]`. The probe measures the
+    forward passes of the thread that opens the session: listed ops everywhere, and other ops in modules. Code of
+    torch.compile runs uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +48,7 @@ class Float32Run(Check):
         return records
 
     def session_opened(self, session: Session) -> None:
-        """Begin. Called again when a session gets more models."""
+        """Begin to measure the models of a session. Called again when the session gets more models."""
         super().session_opened(session)
         low = session.policy.low_dtype
         if low is None:
@@ -69,18 +69,19 @@ class Float32Run(Check):
         super().step_ended(optimizer)
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         super().stop()
         if self._shadowing is not None:
             self._shadowing.stop()
 
 
 class _Shadowing:
-    """Finds the calls that would run in 16 bits without the rule for all modules, and measures them with a `Shadow`.
+    """Finds the calls that would run in 16 bits without the rule for "**", and measures them with a `Shadow`.
 
     For listed ops, the lists decide. An op on no list would run in the dtype of its inputs. To know this dtype, the
     addresses of all storages that would hold 16 bits are kept until the step ends. At levels that cast the model, all
-    ops in modules would run in 16 bits, except where module rules say otherwise.
+    ops in modules would run in 16 bits, except in modules that a rule keeps in float32, and in BatchNorm layers under
+    `keep_batchnorm_fp32`.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
@@ -98,11 +99,11 @@ class _Shadowing:
     def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
         """Note the names of a module and its submodules, and the dtypes that the script's own module rules give them.
 
-        `inherited`: the dtype of the module around it: "low", "float32", or "" for none.
+        `inherited`: the dtype of the parent module: "low", "float32", or "" for none.
         """
         dtype = inherited
         if self._session.oplists is not None:
-            # without the last rule, which keeps all modules in float32 in this run
+            # without the last rule, for "**", which only this run has
             for rule in self._session.oplists.modules[:-1]:
                 if rule.chooses(name, module):
                     dtype = rule.run
@@ -126,12 +127,12 @@ class _Shadowing:
         self._watch.start()
 
     def stop(self) -> None:
-        """Undo `start`. Harmless twice."""
+        """Undo `start`. A second call does nothing."""
         self._undo.close()
         self.end_step()
 
     def end_step(self) -> None:
-        """Drop the tensors and addresses of the step."""
+        """Drop the tensors and addresses that were kept for the step."""
         self.shadow.end_step()
         self._low_storages.clear()
 
@@ -160,7 +161,7 @@ class _Shadowing:
         return result
 
     def _find_module(self) -> nn.Module | None:
-        """Return the innermost module that runs, or None. Notes all modules that run."""
+        """Return the innermost module of the models that runs now, or None. Note all of them that run now."""
         named = [module for module in self._watch.modules_here() if id(module) in self._names]
         self._ran.update(self._names[id(module)] for module in named)
         return next(iter(named), None)
@@ -186,7 +187,7 @@ class _Shadowing:
         return all(are_low)
 
     def _mark(self, result: Any, would_be_low: bool) -> None:
-        """Note whether the storages of a result would hold 16 bits."""
+        """Note that the storages of a result would hold 16 bits, or that they would not."""
         storages = {storage_of(tensor) for tensor in tensors_in([result]) if tensor.is_floating_point()} - {0}
         if would_be_low:
             self._low_storages |= storages

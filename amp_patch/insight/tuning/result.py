@@ -14,12 +14,12 @@ from .verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run with candidate entries.
+    """A run with the entries of a candidate.
 
     Attributes:
         number: the number of the run.
         entries: the entries.
-        size: the number of modules and ops that they keep in float32 (see `Ranking.count_modules`).
+        size: the number of modules and ops that the entries keep in float32 (see `Ranking.count_modules`).
         verdict: whether the run passed, and its errors.
     """
 
@@ -43,9 +43,9 @@ class TuneResult:
     Attributes:
         entries: the entries of the list; empty if none are needed.
         trials: the runs of candidates, in order.
-        runs: the number of all runs of the search, without those that trace its result.
-        is_reached: whether gradients are within the tolerance with these entries, and their traced run, if made, has no
-            fault.
+        runs: the number of runs of the search. Runs that trace its result do not count.
+        is_reached: whether gradients are within the tolerance with these entries, and the traced run with them, if it
+            was made, has no fault.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
@@ -72,7 +72,7 @@ class TuneResult:
         return join(parts)
 
     def table(self) -> str:
-        """Return the trials as text, a line each."""
+        """Return a table of the trials as text, with a line for each trial."""
         rows = []
         for trial in self.trials:
             verdict = trial.verdict
@@ -85,12 +85,12 @@ class TuneResult:
         return format_table(("run", "passes", "worst", "of", "loss", "in float32"), rows, left=6)
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
-        """Write the list."""
+        """Write `text`, the list, to a file."""
         write_file(path, self.text)
 
 
 def choose_best(trials: Sequence[Trial]) -> Trial | None:
-    """Return the smallest trial that passed; if none passed, the trial with the smallest error."""
+    """Return the smallest trial that passed; if none passed, the trial with the smallest error. None without trials."""
     passed = [trial for trial in trials if trial.verdict.passed]
     if passed:
         # of lists with as many modules in float32, the one with fewer lines is easier to maintain
@@ -99,7 +99,9 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
 
 
 def describe_worst(verdict: Verdict) -> str:
-    """Return the largest error of a gradient, such as "worst parameter 0.03 (head.weight)"; if it is inf, the fault."""
+    """Return the largest error of a gradient, such as "worst parameter 0.03 (head.weight)". If the error is inf, return
+    the fault.
+    """
     if verdict.worst == float("inf"):
         return verdict.fault
     if not verdict.parameter:
@@ -108,7 +110,7 @@ def describe_worst(verdict: Verdict) -> str:
 
 
 def format_header(run: RunRecord, message: str, tolerance: float, runs: int) -> str:
-    """Return the comments at the head of a list: how it was made."""
+    """Return the comments at the head of a list, which say how the list was made."""
     about = f"{run.opt_level} on {run.device}, torch {run.torch}, tolerance {tolerance:g} per parameter, {runs} runs"
     lines = [f"amp-patch tune: {about}", *" ".join(message.split()).split("; ")]
     return "".join(f"# {line}\n" for line in lines)

@@ -15,9 +15,9 @@ SIZE = 4096
 def sketch(gradient: Tensor) -> tuple[float, float, str]:
     """Return the norm of a gradient, its largest magnitude, and its sketch: the last fields of a SketchRecord.
 
-    The sketch is little-endian float32 in base64. Up to `SIZE` values, it holds the gradient itself; of a larger
-    gradient, `SIZE` sums of its values with random signs. Gradients of equal size get equal signs. The random numbers
-    of the run stay the same. A gradient that is a DTensor counts only with its shard on this rank.
+    The sketch is little-endian float32 in base64. For up to `SIZE` values, it holds the gradient itself; for a larger
+    gradient, `SIZE` sums of its values with random signs. Gradients of equal size get equal signs. These random signs
+    do not change the random numbers of the run. Of a DTensor, only the shard of this rank counts.
     """
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
@@ -41,8 +41,8 @@ def sketch(gradient: Tensor) -> tuple[float, float, str]:
 def distance(first: str, second: str) -> float:
     """Return the norm of the difference of two gradients, from their sketches.
 
-    Up to `SIZE` values it is exact; for more, it is an estimate within a few percent. If the sketches have different
-    lengths, it is inf; if a gradient is not finite, inf or NaN.
+    The norm is exact for up to `SIZE` values, and an estimate within a few percent for more. It is inf if the sketches
+    have different lengths, and inf or NaN if a gradient is not finite.
     """
     values, subtracted = _decode(first), _decode(second)
     if len(values) != len(subtracted):

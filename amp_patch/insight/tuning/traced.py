@@ -14,9 +14,12 @@ TRACED = 20
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The result of a traced run in words, such as "traced: every value fits in 20 steps", and its first fault.
+    """The result of a traced run.
 
-    `fault` is None if there is none, if the script's loss scale may be the reason for it, or if the run was not made.
+    Attributes:
+        text: the result in words, such as "traced: every value fits in 20 steps".
+        fault: the first fault. None if there is none, if the script's loss scale may be the reason for the fault, or if
+            the run was not made.
     """
 
     text: str

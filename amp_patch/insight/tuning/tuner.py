@@ -1,10 +1,10 @@
 """`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The run in float32 shows which ops overflow in 16 bits, and which lose most precision. A *candidate* is a list with some
-entries. The first candidate keeps the ops that overflow in float32. Entries are added until losses and gradients are
-right, and then needless entries are removed. These runs compare a few steps. A traced run checks more steps with the
-list, and entries are added against the faults that it finds. The written list is the file that the best run read, with
-comments in front.
+The run in float32 shows which ops would overflow in 16 bits, and which would lose most precision. A *candidate* is a
+list with some entries, which keep modules or ops in float32. The first candidate has entries for what would overflow.
+Entries are added until losses and gradients agree with the run in float32, and then needless entries are removed. These
+runs compare a few steps. A traced run then checks more steps with the best list, and entries are added against the
+faults that it finds. The written list is the file that the best run read, with comments in front.
 """
 
 import contextlib
@@ -55,11 +55,11 @@ class Tuner:
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}  # by the entries of the candidate
         self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
         self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
-        self._reasons: dict[ListEntry, str] = {}  # of the entries in `_from_traces`
-        self._errors: list[str] = []  # of the candidates whose training raised an error
+        self._reasons: dict[ListEntry, str] = {}  # the reason for each entry in `_from_traces`
+        self._errors: list[str] = []  # the errors that the training raised with candidates
         self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
         self._has_tried_everything = False
-        self._not_float32 = ""  # why the run in float32 keeps the 16 bits that the script asks for; "" if it does not
+        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for; "" if it keeps none
         # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
         self._file: Path
         self._bases: list[str] = []
@@ -72,7 +72,8 @@ class Tuner:
         Raises:
             RunFailedError: the run in float32 ended early.
             SessionError: there is nothing to tune, or the run in float32 is not finite.
-            KeyboardInterrupt: during the run in float32. A later Ctrl-C ends the search.
+            KeyboardInterrupt: Ctrl-C during the run in float32. A later Ctrl-C ends the search, with the best list so
+                far.
         """
         with contextlib.ExitStack() as stack:
             if self.options.out is not None:  # paths in a list are relative to its folder
@@ -153,7 +154,7 @@ class Tuner:
         return self._runner(Run(probe, options, settings, self.options.seed, "last-run", in_float32))
 
     def _spell(self, name: str, folder: Path) -> str:
-        """Return the name by which a list in `folder` can extend another list: a shipped name, or a path."""
+        """Return the name by which a list in `folder` can extend the list `name`: a shipped name, or a path."""
         if list_names.is_shipped(name):
             return name
         if self.options.out is None:
@@ -166,7 +167,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_from_traces` passes. A candidate is not tried again."""
+        """Return whether a run with these entries and `_from_traces` passes. The same candidate runs only once."""
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
@@ -182,11 +183,12 @@ class Tuner:
         """Repeat the first run, which skipped a step, at lower loss scales, and return the verdict on the last run.
 
         No list helps against a scale that is too large for all gradients. If the candidate passes at no scale, the
-        search goes on at the highest one: at lower scales, gradients become zero.
+        search goes on at the highest scale at which the gradient of the loss itself fits: at lower scales, more
+        gradients become zero.
         """
         fallback = self._ranking.find_scale_of_loss(self._loss_scale) or self._loss_scale
         for lower_scale in self._ranking.find_lower_scales(self._loss_scale):
-            # a loss that is not finite is so at any scale
+            # no scale makes a loss finite
             may_fit = verdict.is_skipped and math.isfinite(verdict.loss_error)
             if not may_fit or self._runs >= self.options.max_runs:
                 break
@@ -198,9 +200,10 @@ class Tuner:
         return verdict
 
     def _check_errors(self) -> None:
-        """Once two runs in a row end with the same error, try to keep everything in float32.
+        """Once the last two errors that candidates raised are the same, try to keep everything in float32.
 
-        Raises _EnoughRunsError if that does not pass either: then no list helps. Another error does not count.
+        Raises _EnoughRunsError if this raises the same error, or runs and does not pass: then no list helps. If it
+        raises another error, the search goes on.
         """
         has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
         if not has_same_twice or self._has_tried_everything:
@@ -215,9 +218,8 @@ class Tuner:
             raise _EnoughRunsError(f"the same error with every list: {error}")
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass.
-
-        An overflow may be the cause of the error.
+        """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass,
+        because an overflow may be the cause of the error.
         """
         try:
             run = self._make_run("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
@@ -269,7 +271,7 @@ class Tuner:
 
     def _trace(self) -> Traced:
         """Trace more steps with the best list if it passes. If a fault needs more entries, try them and trace again."""
-        # the search compares few steps, each from the first weights; later steps may overflow
+        # the search compares few steps, each from the first weights, but weights of later steps may overflow
         for _ in range(_MAX_TRACED_RUNS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
@@ -277,7 +279,8 @@ class Tuner:
             traced = self._trace_once(best.entries)
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
-                return Traced(traced.text)  # it may be due to the script's loss scale; the search has used a lower one
+                # the script's loss scale may be the cause: traced runs use it, and the search has used a lower one
+                return Traced(traced.text)
             needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
@@ -343,11 +346,11 @@ class Tuner:
 
 
 class _EnoughRunsError(Exception):
-    """The budget of runs is spent, or no further run would help. The text says which."""
+    """Ends the search: the budget of runs is spent, or no further run would help. The text says which."""
 
 
 def _last_line(error: Exception) -> str:
-    """Return an error as one line: the last line of its text, which ends a traceback."""
+    """Return an error as one line. If its text has several lines, as a traceback has, this is the last one."""
     lines = str(error).strip().splitlines()
     if len(lines) > 1:
         return lines[-1].strip()
@@ -358,9 +361,9 @@ def tune(train: Callable[[], object], **options: Any) -> TuneResult:
     """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
-    and trains. It is called up to `max_runs` times, and stopped after `steps` steps. Up to four further calls, which
-    trace the result, are stopped later. `train` writes its files in each call. The list is written to `out` if it has
-    entries.
+    and trains. It is called up to `max_runs` times, and each call is stopped after `steps` steps. Up to four further
+    calls trace the result, over more steps. Files that `train` writes are written in each call. If the list has entries
+    and `out` is given, it is written to `out`.
 
     Args:
         train: the function.

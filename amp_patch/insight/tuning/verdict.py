@@ -1,5 +1,5 @@
-"""`Verdict`: whether the gradients of a run agree with the run in float32 within a tolerance, and its losses within a
-fifth of that.
+"""`Verdict`: whether a run agrees with the run in float32. Gradients must agree within a tolerance, and losses within a
+fifth of the tolerance.
 """
 
 import math
@@ -26,9 +26,9 @@ class Verdict:
         worst: the largest relative error (L2) of a gradient; inf if a compared gradient is not finite or missing, or
             steps are missing or skipped.
         parameter: the name of the parameter with this gradient; "" if there is none.
-        loss_error: the largest relative error of a loss; inf if one is not finite, or steps are missing.
-        fault: why the run did not pass, in words; "" if it did.
-        is_skipped: whether it did not pass because it skipped a step for an overflow.
+        loss_error: the largest relative error of a loss; inf if a loss is not finite, or losses or steps are missing.
+        fault: why the run did not pass, in words; "" if it passed.
+        is_skipped: whether the run did not pass because it skipped a step for an overflow.
     """
 
     passed: bool
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
-    """Compare a run with the run in float32, `reference`."""
+    """Compare `run` with the run in float32, `reference`."""
     reference_steps, steps = _steps_by_number(reference), _steps_by_number(run)
     missing = [key for key in reference_steps if key not in steps]
     if missing:
@@ -74,10 +74,10 @@ def explain_non_finite(run: Recording) -> str:
 
 
 def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
-    """Return the parameters whose gradients are zero in every step, and the number of all that have gradients.
+    """Return the parameters whose gradients are zero in every step, and the number of all parameters with gradients.
 
-    A gradient of zero shows no error, whatever the run does. A layer whose weights start at zero (LoRA's B) makes the
-    gradients of the layers before it zero.
+    A relative error to a gradient of zero does not exist, so such parameters cannot be judged. For example, a layer
+    whose weights start at zero (LoRA's B) makes the gradients of the layers before it zero.
     """
     is_zero: dict[tuple[int, str], bool] = {}
     for gradient in reference.of(SketchRecord):
@@ -87,7 +87,7 @@ def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
 
 
 def _steps_by_number(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
-    """Return the steps of a run, by the numbers of the optimizer and the step."""
+    """Return the steps of a run, by the number of the optimizer and the number of the step."""
     return {(record.optimizer, record.step): record for record in run.of(CheckedStepRecord)}
 
 
@@ -101,7 +101,9 @@ def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
 
 
 def _compare_losses(reference: CheckedStepRecord, step: CheckedStepRecord) -> float:
-    """Return the largest relative error of a loss; inf if one is not finite, or the numbers of losses differ."""
+    """Return the largest relative error of a loss of `step`; inf if a loss is not finite, or the numbers of losses
+    differ.
+    """
     if len(reference.losses) != len(step.losses):
         return math.inf
     largest = 0.0

@@ -1,0 +1,109 @@
+"""`RootHooks`: hooks of an outermost module of its own, in the place of global hooks. torch calls the modules inside of
+it as if there were no hook, which is faster.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...native import PausableHook, outer_hooks
+from ...torch_dispatch import count_compiled
+from ..owned_hook import OwnedHook
+
+
+class _EnterHook(OwnedHook):
+    """Forward pre-hook of a root."""
+
+    def __call__(self, root: nn.Module, args: Any) -> None:
+        owner = self.owner()
+        if owner is not None and owner.stands_for(root):
+            owner.enter(root, args)
+
+
+class _LeaveHook(OwnedHook):
+    """Forward hook of a root, also after an exception."""
+
+    def __call__(self, root: nn.Module, args: Any, output: Any) -> None:
+        owner = self.owner()
+        if owner is not None and owner.stands_for(root):
+            owner.leave(root, args, output)
+
+
+class RootHooks:
+    """Turns the global hooks off while a root runs, and then on again.
+
+    Args:
+        enter: called when the root calls itself.
+        leave: called when a call of the root ends.
+    """
+
+    def __init__(self, enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]) -> None:
+        self.enter = enter
+        self.leave = leave
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, tuple[PausableHook, ...]] = weakref.WeakKeyDictionary()
+        self._root: nn.Module | None = None
+        self._stale: nn.Module | None = None  # its hooks could not be turned off
+        self._threads: set[int] = set()  # those that have called a model
+        self._compiled_before = count_compiled()
+
+    def stands_for(self, root: nn.Module) -> bool:
+        """Return whether a root runs with hooks of its own."""
+        return root is self._root
+
+    def begin(self, root: nn.Module) -> None:
+        """Turn the global hooks off, and those of the root on, for the call of a root that has begun.
+
+        Do nothing if that could hide a call in another thread, or make torch.compile compile again what it has compiled
+        with global hooks.
+        """
+        self._threads.add(threading.get_ident())
+        if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
+            self._turn_stale_off()
+            return
+        if (
+            len(self._threads) > 1
+            or count_compiled() != self._compiled_before
+            or isinstance(root, torch.jit.ScriptModule)
+        ):
+            return
+        for hook in self._hooks.get(root) or self._add_hooks(root):
+            hook.resume()
+        outer_hooks.pause()
+        self._root = root
+
+    def end(self) -> None:
+        """Turn the global hooks on, and those of the root off. Harmless twice."""
+        root, self._root = self._root, None
+        if root is None:
+            return
+        outer_hooks.resume()
+        self._stale = root
+        if sys.exception() is None:  # otherwise torch may be in a loop over the hooks of the root
+            self._turn_stale_off()
+
+    def remove(self) -> None:
+        """Remove the hooks of all roots, and turn the global hooks on."""
+        self.end()
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._hooks.clear()
+
+    def _add_hooks(self, root: nn.Module) -> tuple[PausableHook, ...]:
+        enter, leave = _EnterHook(self), _LeaveHook(self)
+        hooks = (
+            PausableHook(root.register_forward_pre_hook(enter), enter),
+            PausableHook(root.register_forward_hook(leave, always_call=True), leave),
+        )
+        self._hooks[root] = hooks
+        return hooks
+
+    def _turn_stale_off(self) -> None:
+        root, self._stale = self._stale, None
+        for hook in () if root is None else self._hooks.get(root, ()):
+            hook.pause()
