@@ -49,8 +49,8 @@ class OpRule(StrEnum):
         opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,
             nothing is cast.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
-        covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
-            `match_self` in its place, because a cast of the first argument would make the op write to a copy.
+        covers_writes: the rule also holds for ops that write to their first argument. If False, such ops follow
+            `match_self` instead, because a cast of the first argument would make them write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
         takes_argument: an entry names an argument of the op (`like`), and the other arguments are cast to its dtype.
         may_run_low: an op may run in 16 bits because of the rule. If it then overflows, taking it off the list may
@@ -200,4 +200,4 @@ RULES: dict[str, OpRule] = {str(rule): rule for rule in OpRule}
 """Every rule, by its name."""
 
 RULE_KEYS = tuple(rule for rule in OpRule if rule.meaning)
-"""The rules that are keys of a list file, in their order."""
+"""The rules that are keys of a list file, in the order of `OpRule`."""

@@ -11,7 +11,10 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 class Upgrade:
-    """The versions of torch of the contract and of the check, such as "2.11.0+cpu", and the type of the device."""
+    """Compares the versions of torch of the contract (`before`) and of the check (`after`), such as "2.11.0+cpu".
+
+    `device`: the type of the device.
+    """
 
     def __init__(self, before: str, after: str, device: str) -> None:
         self._before, self._after, self._device = before, after, device

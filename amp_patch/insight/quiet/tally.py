@@ -14,9 +14,9 @@ from ..rules import short
 LOST, LOST_OF_STATE, LOST_IN_GRADIENT, LOST_IN_SUM = 0.7, 0.45, 0.1, 0.1
 """A change is lost if its error, relative to the true change, is larger. The error is 1 if nothing is kept.
 
-The first limit is for weights, whose changes differ from step to step. The second is for tensors that add up changes of
-one sign: averages, statistics and counters. The third is for gradients that are summed over backward passes, and the
-last for a sum within one op.
+The first limit is for weights, whose changes differ from step to step. The second is for other tensors, most of which
+add up changes of one sign: averages, statistics and counters. The third is for gradients that are summed over backward
+passes, and the last for a sum within one op.
 
 Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 that do not: the errors of weights are
 0.80 to 1 where they lose, else up to 0.60; those of states are 0.52 to 1 where they lose, else up to 0.41.
@@ -29,7 +29,7 @@ NEGLIGIBLE = 1e-6
 """A tensor does not count if its mean squared change is at most this part of the largest of its source: it is noise."""
 
 RECENT, FEW = 16, 3
-"""How many of the last changes of a tensor are kept, and how many of these show that the tensor is stuck."""
+"""The number of last changes of a tensor that are kept, and the least number of them that shows that it is stuck."""
 
 CONVERGED = 16
 """A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
