@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casting import compiling
+from ..dtypes import PLAIN_CLASSES
 from ..patching import Patch, Patcher
 from .misuse import Kind
 from .roots import find_line
@@ -94,9 +95,9 @@ class GradientReads:
         if not self._read:
             return None
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._read:
-                return self._read[gradient.data_ptr()]
+            address = 0 if parameter.grad is None else _find_address(parameter.grad)
+            if address in self._read:
+                return self._read[address]
         return None
 
     def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +131,17 @@ class GradientReads:
         if not isinstance(tensors, (list, tuple)):
             return
         for tensor in tensors:
+            address = _find_address(tensor)
             # A gradient has no grad_fn, unless it was made with create_graph=True.
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.grad_fn is None:
-                self._read.setdefault(tensor.data_ptr(), (kind, find_line()))
+            if address and tensor.grad_fn is None:
+                self._read.setdefault(address, (kind, find_line()))
+
+
+def _find_address(value: Any) -> int:
+    """Return the address of the data of a tensor; 0 for one without such an address, and for another object."""
+    if type(value) not in PLAIN_CLASSES or value.layout is not torch.strided:
+        return 0
+    try:
+        return int(value.data_ptr())
+    except RuntimeError:  # the tensors inside torch.func, for example those of torch.func.vmap, have no data
+        return 0
