@@ -58,7 +58,7 @@ class StepFollower(events.Watcher):
             if not any(scaler is known for known in self._scalers):
                 self._scalers.append(scaler)
                 undo.callback_on(scaler, _restore_step, vars(scaler).get("step"))
-                vars(scaler)["step"] = _ScalerStep(self, scaler.step)
+                vars(scaler)["step"] = _ScalerStep(self, scaler)
         self._follow(current.state.session)
 
     def begin(self) -> None:
@@ -160,12 +160,16 @@ class StepFollower(events.Watcher):
 
 
 class _ScalerStep:
-    """The `step` of a GradScaler while a recorder is attached."""
+    """The `step` of a GradScaler while a recorder is attached. A deep copy or a pickle of it is torch's `step`."""
 
-    def __init__(self, follower: StepFollower, original: Callable[..., Any]) -> None:
+    def __init__(self, follower: StepFollower, scaler: Any) -> None:
         self._follower = follower
-        self._original = original
-        functools.update_wrapper(self, original)
+        self._original: Callable[..., Any] = scaler.step
+        self._scaler = weakref.ref(scaler)
+        functools.update_wrapper(self, self._original)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self._scaler(), "step")
 
     def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         return self._follower.step_by_scaler(self._original, optimizer, args, kwargs)
