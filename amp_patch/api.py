@@ -122,7 +122,7 @@ def initialize(
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them
-        (an iterator becomes a list). Calling `initialize` again with the same arguments changes nothing.
+            (an iterator becomes a list). Calling `initialize` again with the same arguments changes nothing.
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
@@ -221,8 +221,10 @@ def scale_loss(
     come one step later, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
-        SessionError: `initialize` was not called, or the models have changed device. OptimizerError: `initialize` does
-        not know the optimizer. ArgumentTypeError: the loss is not a floating tensor. LossIdError: no such `loss_id`.
+        SessionError: `initialize` was not called, or the models have changed device.
+        OptimizerError: `initialize` does not know the optimizer.
+        ArgumentTypeError: the loss is not a floating tensor.
+        LossIdError: no such `loss_id`.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)

@@ -5,6 +5,7 @@ Links are written as they work in the repository, relative to the file that they
 
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,18 @@ BOOST = {
 }
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
-_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+SHORT, LONG = 17, 48
+"""The most characters of a cell or word that stays on one line, and of a cell that needs no wide column."""
+
+_OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|amp-patch(?![\w-]))")
+# code in a line, not a block; and the names of functions in headings
+_CODE = re.compile(r"(?<=<code>)(?<!<pre><span></span><code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
+_WORD = re.compile(r"\S+")
+# where a long word may break: not before the suffix of a file
+_JOINT = re.compile(r"(?<=[._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
+_CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"(<[^>]*>)")
+_WHOLE = '<span class="whole">'
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
 
@@ -50,7 +61,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Have links of a page lead to where their targets are in the documentation, and searches weigh the page."""
+    """Return the page with links that lead to their targets in the documentation. Set its weight in searches."""
     name = page.file.src_uri
     boost = BOOST.get(name, 1)
     page.meta["search"] = {"boost": boost, "exclude": boost == 0}
@@ -67,7 +78,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Mark the options of commands, so that the style can keep each on one line."""
+    """Return the page with marks for the style: words that stay whole, where others break, short and long cells."""
+    html = _CODE.sub(lambda code: _WORD.sub(_mark_word, code[0]), html)
     parts = _TAG.split(html)
-    parts[::2] = [_OPTION.sub(r'<span class="option">\g<0></span>', text) for text in parts[::2]]
-    return "".join(parts)
+    for place in range(0, len(parts), 2):
+        if place == 0 or parts[place - 1] != _WHOLE:
+            parts[place] = _OPTION.sub(_keep, parts[place])
+    return _CELL.sub(_measure_cell, "".join(parts))
+
+
+def _keep(text: re.Match[str]) -> str:
+    return f"{_WHOLE}{text[0]}</span>"
+
+
+def _mark_word(word: re.Match[str]) -> str:
+    """Return a word of code that may break at dots and underscores if it is long, and at no hyphen if it is short."""
+    if len(unescape(word[0])) > SHORT:
+        return _JOINT.sub("<wbr>", word[0])
+    return _keep(word) if "-" in word[0] else word[0]
+
+
+def _measure_cell(cell: re.Match[str]) -> str:
+    """Return a cell of a table with a class for the length of its text."""
+    attributes, content = cell.groups()
+    length = len(unescape(_TAG.sub("", content)))
+    size = "short" if length <= SHORT else "long" if length > LONG else "medium"
+    return f'<td class="{size}"{attributes}>{content}</td>'

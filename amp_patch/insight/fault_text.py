@@ -13,6 +13,7 @@ from .recordings import Recording
 from .records import RunRecord
 from .remedies import format_scale
 from .short_dtypes import spell_out
+from .trouble_record import format_trouble
 
 _MOST_FURTHER = 5
 _MOST_NAMES = 3
@@ -23,6 +24,14 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
     """Return a fault as text. A suggested list extends the last list of `run`; without the run, the shipped list."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
+
+
+def format_traced(recording: Recording) -> str:
+    """Return the steps of an armed run that went wrong, then the faults. Without faults, such steps stand alone."""
+    troubles = [format_trouble(trouble, (), ()) for trouble in recording.troubles]
+    if troubles and not recording.faults:
+        return "\n".join(troubles)
+    return "\n".join([*troubles, format_faults(recording)])
 
 
 def format_faults(recording: Recording) -> str:

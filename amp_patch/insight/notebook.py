@@ -6,7 +6,7 @@ from . import display
 from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_record import FaultRecord
-from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults
+from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults, format_traced
 from .flight.describe import is_flight, summarize
 from .raised_record import RaisedRecord
 from .raised_text import describe_raised, entitle_raised, format_raised
@@ -14,7 +14,6 @@ from .recordings import Recording
 from .records import ComparisonRecord, RunRecord
 from .report.markup import Markup, element, join
 from .text import OP_COLUMNS, choose_forward, describe_recording, entitle_recording, format_recording, op_cells
-from .trouble_record import format_trouble
 
 ROWS = 200
 """The most rows of ops that a notebook shows."""
@@ -29,9 +28,7 @@ def _format_recording(recording: Recording) -> str:
         return format_recording(recording)
     if is_flight(recording):
         return f"{entitle_recording(recording)}\n{summarize(recording.flight)}"
-    troubles = [format_trouble(trouble, (), ()) for trouble in recording.troubles]
-    faults = [] if troubles and not recording.faults else [format_faults(recording)]
-    text = "\n".join([entitle_recording(recording), *troubles, *faults])
+    text = f"{entitle_recording(recording)}\n{format_traced(recording)}"
     if recording.flight:
         fault = next(iter(recording.faults), None)
         text += f"\nwhat led to it: {summarize(recording.flight, fault)}"

@@ -40,7 +40,7 @@ class Takeover:
     Args:
         opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
-        compute: as for `amp.initialize`. Needs a level.
+        compute: as for `amp.initialize`. Needs `opt_level`.
         everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
         needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
             even if the session would only observe.
@@ -132,7 +132,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
-        self._scaler_watch.end_reads()  # first, because it may have replaced functions after the session did
+        self._scaler_watch.end_reads()  # first: it may have replaced functions after the session did
         if find_session() is not None:
             current.reset()
 
@@ -142,10 +142,11 @@ class Takeover:
         """Return the session in force. Open one if there is none.
 
         Args:
+            device_type: the device of the region, or of the model.
             low: the dtype of the region that this thread is in, or None outside of regions.
 
-        Returns None in a script that has called `amp.initialize`, and outside of regions if there is nothing to do
-        there. Opens no session while Dynamo traces.
+        Returns None in a script that has called `amp.initialize`, outside of regions if there is nothing to do there,
+        and if Dynamo traces this call, because no session can be opened then.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -194,7 +195,7 @@ class Takeover:
                 return original(region)
             if has_own_amp():
                 return self._enter_beside_amp(original, region)
-            # Inside a backward pass, a checkpoint enters a region to recompute its forward, and not the script.
+            # Inside a backward pass, it is torch.utils.checkpoint that enters the region, not the script.
             if self._whole_script.is_entered and get_backward_id() == -1:
                 raise PolicyError(HAS_REGIONS)
             self._changes.check_level()
@@ -244,7 +245,7 @@ class Takeover:
         # Return early in nearly all calls, because this runs for each module of a model in each step.
         if session is not None and not self._everywhere and session.has_noted(module):
             return None
-        self._whole_script.enable_after_step()  # if the last step raised an error, no post-hook has done it
+        self._whole_script.enable_after_step()  # a step that raised an error has called no post-hook
         if compiling.is_traced() or has_own_amp():
             return None
         session = find_session()
@@ -267,7 +268,7 @@ class Takeover:
         return changed_args
 
     def _require_session_for(self, model: nn.Module) -> NativeSession | None:
-        """Return the session in force, or open one if there is something to do for a model outside of regions."""
+        """Return the session in force, or open one if there is something to do for this call of a model."""
         device_type = next(model.parameters()).device.type
         self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:

@@ -99,6 +99,28 @@ for step in range(5):
     (u + v).backward()
     optimizer.step()
 """
+# the first two of four steps overflow, and clipping by an infinite norm makes the finite gradients zero
+SKIPPING = """
+import torch
+from torch import nn
+
+torch.manual_seed(3)
+net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, backoff_factor=2.0**-6)
+net[0].weight.register_hook(lambda gradient: gradient * 1.0)
+for step in range(4):
+    x = torch.randn(8, 4)
+    with torch.autocast("cpu", torch.float16):
+        output = net(x)
+    loss = (output.float() * 10).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(net.parameters(), 1000.0)
+    scaler.step(optimizer)
+    scaler.update()
+"""
 SCRIPTS = {"autocast": AUTOCAST, "session": SESSION, "alike": ALIKE}
 TWO_MODELS = """
 import torch
@@ -297,6 +319,18 @@ def test_a_script_that_draws_other_numbers_promises_none(tmp_path):
     # only the ops tell, so other ops are more than a note
     activated = measurer(tmp_path / "train.py", source.replace("F.gelu(", "F.silu(")).measure_again()
     assert [each.kind for each in judge(contract, activated).breaks] == ["ops"]
+
+
+def test_skipped_steps_hide_no_number_of_the_others(tmp_path):
+    contract = measurer(tmp_path / "train.py", SKIPPING).write()
+    (numbers,) = contract.numbers.values()
+    skipped = numbers.curve("skipped").values
+    assert skipped[0] == 1.0 and skipped[-1] == 0.0
+    bands = numbers.curve("gradient norm").bands
+    assert [band is None for band in bands] == [bool(step) for step in skipped]
+    changed = measurer(tmp_path / "train.py", SKIPPING.replace("* 1.0)", "* 1.2)")).measure_again()
+    first = judge(contract, changed).breaks[0]
+    assert first.kind == "gradient" and "0 (Linear)" in first.text
 
 
 def test_modules_of_two_models_have_gradients_of_their_own(tmp_path):

@@ -14,6 +14,8 @@ from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import Comparison
 from amp_patch.insight.comparing.summary import COLOURS, pick_colours
+from amp_patch.insight.fault_record import Cause, FaultRecord, Origin, Phase, Value
+from amp_patch.insight.fault_text import format_faults
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CurveRecord, LayerRecord, RunRecord, UndoneCastRecord
 from amp_patch.insight.report import make_report
@@ -21,7 +23,7 @@ from amp_patch.insight.report.charts import Series, draw_figure
 from amp_patch.insight.report.marks import SHAPES, draw_mark, place_marks
 from amp_patch.insight.report.tables import Cell, make_table
 
-VOID = {"meta", "link", "input", "br"}
+VOID = {"meta", "link", "input", "br", "wbr"}
 
 
 class Page(html.parser.HTMLParser):
@@ -104,8 +106,17 @@ def test_a_recording_of_ops_alone_is_a_page_of_ops(tmp_path):
     run = RunRecord("2", "cpu", "O1", "f16", ("float16",), "0123456789abcdef", 0)
     recording = Recording(run, [make_op("blocks.0.up"), make_op("blocks.1.up"), make_op("", "F.softmax", "blacklist")])
     page = check_offline(make_report(recording, command="amp-patch explain train.py"))
-    assert {"blocks.*.up", "F.softmax", "float16.yaml:3", "amp-patch explain train.py"} <= set(page.texts)
+    assert {"blocks.*.up", "F.softmax", "float16.yaml:3"} <= set(page.texts)
+    assert "amp-patch explain train.py" in "".join(page.texts)
     assert not page.of("svg") and page.recording(tmp_path) == recording
+
+
+def test_a_recording_of_a_trace_shows_what_trace_prints(tmp_path):
+    run = RunRecord("2", "cpu", "O1", "f16", ("float16",), "0123456789abcdef", 0)
+    origin = Origin(module=HOSTILE, op="F.linear", rule="whitelist", entry="float16.yaml:3", site="train.py:9")
+    recording = Recording(run, [FaultRecord(3, Phase.FORWARD, Value.INF, Cause.PRECISION, origin=origin)])
+    page = check_offline(make_report(recording))
+    assert format_faults(recording) in page.texts and page.recording(tmp_path) == recording
 
 
 def test_a_report_of_one_step_of_one_run_is_drawn():

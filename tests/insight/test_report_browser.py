@@ -4,7 +4,7 @@ Guards: insight/report/tables, insight/report/charts, amp_patch/insight/report/r
 """
 
 import pytest
-from browsing import find_cut_off, needs_a_browser, open_browser, show
+from browsing import find_cut_off, find_faint, needs_a_browser, open_browser, show
 from compared import HOSTILE, make_comparison, make_op
 
 from amp_patch.insight.comparing import exponents
@@ -106,10 +106,31 @@ def test_the_slider_moves_the_zones_and_their_shares(low, keys, power, page, wri
     assert sum(25 * (infinite[0] < bar < infinite[1]) * (1 + (n == 1)) for n, bar in enumerate(bars)) == 100 * shares[2]
 
 
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_cut_off(page, width):
-    show(page, width)
-    assert find_cut_off(page, "main *") == []
+def test_nothing_is_cut_off_or_faint(page, width, is_dark):
+    show(page, width, dark=is_dark)
+    assert find_cut_off(page, "main *") + find_faint(page, "main *") == []
+
+
+def test_a_table_has_a_shadow_until_its_last_column_is_seen(page):
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    show(page, 390)
+    box = page.find_element("css selector", ".box:has(#layers)")
+    WebDriverWait(page, 20).until(lambda _: "more" in box.get_attribute("class"))
+    page.execute_script("arguments[0].scrollLeft = 10000", box)
+    WebDriverWait(page, 20).until(lambda _: "more" not in box.get_attribute("class"))
+
+
+def test_an_option_stays_on_its_line_and_is_copied_as_it_is(page, written):
+    page.execute_script("document.querySelector('main').style.width = '200px'")
+    command = page.find_element("xpath", "//dt[text()='command']/following-sibling::dd")
+    copied = page.execute_script("getSelection().selectAllChildren(arguments[0]); return `${getSelection()}`", command)
+    assert copied == written[1].recording.records[0].command
+    words = command.find_elements("css selector", ".word")
+    heights = [page.execute_script("return arguments[0].offsetHeight", word) for word in words]
+    assert len(words) == 4 and len(set(heights)) == 1
 
 
 def test_runs_are_taken_out_of_the_charts_and_put_back(page):

@@ -57,3 +57,48 @@ def find_cut_off(browser, elements, whole=""):
     `whole` are those that may not scroll either.
     """
     return browser.execute_script(_FIND_CUT_OFF, elements, whole)
+
+
+_FIND_FAINT = """
+const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+const pixel = canvas.getContext("2d", { willReadFrequently: true });
+const colours = new Map();
+const parse = (colour) => {
+  if (!colours.has(colour)) {
+    pixel.clearRect(0, 0, 1, 1);
+    pixel.fillStyle = colour;
+    pixel.fillRect(0, 0, 1, 1);
+    const [red, green, blue, alpha] = pixel.getImageData(0, 0, 1, 1).data;
+    colours.set(colour, [red, green, blue, alpha / 255]);
+  }
+  return colours.get(colour);
+};
+const lay = (over, under) => under.map((part, n) => part * (1 - over[3]) + over[n] * over[3]);
+const light = (colour) => colour.map((part) => part / 255)
+  .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
+const grounds = new Map();
+const ground = (element) => {
+  if (!element) return [255, 255, 255];
+  if (!grounds.has(element))
+    grounds.set(element, lay(parse(getComputedStyle(element).backgroundColor), ground(element.parentElement)));
+  return grounds.get(element);
+};
+const faint = new Set();
+for (const element of document.querySelectorAll(arguments[0])) {
+  const texts = [...element.childNodes].filter((node) => node.nodeType === Node.TEXT_NODE);
+  const text = texts.map((node) => node.textContent).join(" ").trim();
+  if (!text || !element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
+  const style = getComputedStyle(element), under = ground(element);
+  const [dark, bright] = [light(lay(parse(style.color), under)), light(under)].sort((a, b) => a - b);
+  const contrast = (bright + 0.05) / (dark + 0.05), needed = parseFloat(style.fontSize) >= 24 ? 3 : 4.5;
+  const name = `${element.tagName}.${element.className} ${text.slice(0, 40)}`;
+  if (contrast < needed) faint.add(`${name}: contrast ${contrast.toFixed(2)}`);
+}
+return [...faint];
+"""
+
+
+def find_faint(browser, elements):
+    """The texts among the elements (CSS) that have too little contrast to their ground by WCAG 2.1, level AA."""
+    return browser.execute_script(_FIND_FAINT, elements)

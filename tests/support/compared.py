@@ -27,7 +27,8 @@ def make_comparison(*, layers=("embedding", "head"), steps=30, extra=()):
         ComparedRecord("O4", "O4", "bf16", ("my<list>.yaml",), "fedcba9876543210", peak=10_000_000, loss_scale=1.0),
         ComparedRecord("O5", failed=f"the script ended with exit code 1 {HOSTILE}"),
     ]
-    records = [ComparisonRecord("O0", steps, (0, 1), "a CPU", f"amp-patch compare {HOSTILE}"), *runs]
+    command = f"amp-patch compare train.py --html r.html --seeds 2 --steps 30 {HOSTILE}"
+    records = [ComparisonRecord("O0", steps, (0, 1), "a CPU", command), *runs]
     plain = [2.0 / (1 + step) for step in range(steps)]
     for seed in (0, 1):
         for name, off, ms, skipped in (("O0", 0.0, 10.0, ()), ("O1", 1e-3, 5.0, (0, 1)), ("O4", 1e-2, 20.0, ())):

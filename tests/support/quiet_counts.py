@@ -83,7 +83,7 @@ def average_by_swa_utils(given):
     return step, moved(average.module)
 
 
-@case("an average of weights in bfloat16 by torch._foreach_lerp_", LOST, rounding=0.2)
+@case("an average of weights in bfloat16 by `torch._foreach_lerp_`", LOST, rounding=0.2)
 def average_of_all_at_once(given):
     model, x, y = mlp(), draw(64, 16), labels(64, 4)
     average = copy_of(model, given.kept)

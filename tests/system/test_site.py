@@ -1,4 +1,4 @@
-"""No text of the site is cut off, on a screen of 1280 pixels or on a telephone: in a real browser.
+"""No text of the site is cut off or faint, on a screen of 1280 pixels or on a telephone: in a real browser.
 
 Guards: tools/docs_pages.py, docs/pages.css.
 """
@@ -8,12 +8,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from browsing import find_cut_off, needs_a_browser, open_browser, show
+from browsing import find_cut_off, find_faint, needs_a_browser, open_browser, show
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 WHOLE = "pre > code"
 """What shows all of its width on a large screen."""
+CONTENT = ".md-content *, .md-footer *"
+BROKEN = """
+const words = [...document.querySelectorAll(".whole")].filter((word) => word.getClientRects().length > 1);
+return [...words, ...document.querySelectorAll("pre:has(wbr)")].map((broken) => broken.textContent.slice(0, 50));
+"""
 
 pytestmark = [*needs_a_browser, pytest.mark.skipif(not MKDOCS.exists(), reason="needs .venv-docs: make docs")]
 
@@ -32,15 +37,21 @@ def browser():
         yield opened
 
 
-def test_no_page_is_cut_off(browser, pages):
-    cut = {}
+def test_no_page_is_cut_off_or_faint(browser, pages):
+    """Light and 1280 pixels wide, and dark on a telephone."""
+    wrong = {}
     for page in pages:
         show(browser, 1280)
         browser.get(page.as_uri())
-        cut[page.name, 1280] = find_cut_off(browser, ".md-content *, .md-footer *, .md-sidebar--primary *", WHOLE)
-        show(browser, 390)
-        cut[page.name, 390] = find_cut_off(browser, ".md-content *, .md-footer *")
-    assert len(pages) > 25 and {place: texts for place, texts in cut.items() if texts} == {}
+        wrong[page.name, 1280] = find_cut_off(browser, f"{CONTENT}, .md-sidebar--primary *", WHOLE) + find_faint(
+            browser, "*"
+        )
+        show(browser, 390, dark=True)
+        browser.get(page.as_uri())
+        wrong[page.name, 390] = (
+            find_cut_off(browser, CONTENT) + find_faint(browser, "*") + browser.execute_script(BROKEN)
+        )
+    assert len(pages) > 25 and {place: texts for place, texts in wrong.items() if texts} == {}
 
 
 @pytest.mark.parametrize(
@@ -62,3 +73,22 @@ def test_the_check_finds_what_is_cut_off(browser, style, whole, said, tmp_path):
         assert cut == []
     else:
         assert any(said in text for text in cut)
+
+
+@pytest.mark.parametrize(
+    "style, is_found",
+    [
+        ("color: #777", True),
+        ("color: #767676", False),
+        ("color: #000c; background: #777", True),
+        ("color: #999; font-size: 30px", True),
+        ("color: #777; font-size: 30px", False),
+        ("color: #999; visibility: hidden", False),
+    ],
+)
+def test_the_check_finds_what_is_faint(browser, style, is_found, tmp_path):
+    show(browser, 390)
+    page = tmp_path / "page.html"
+    page.write_text(f'<body style="background: #fff"><p style="{style}">text</p>')
+    browser.get(page.as_uri())
+    assert bool(find_faint(browser, "p")) is is_found

@@ -143,8 +143,8 @@ class Variants:
         largest_difference = 0.0  # in this step or an earlier one
         for step, value in enumerate(base):
             for variant in variants:
-                difference = abs(variant[step] - value) if step < len(variant) else math.inf
-                largest_difference = max(largest_difference, math.inf if math.isnan(difference) else difference)
+                difference = _subtract(variant[step], value) if step < len(variant) else math.inf
+                largest_difference = max(largest_difference, difference)
             # a loss that happens to be near zero has the noise of the other losses, so take the median as its size
             size = max(abs(value), median)
             floor = 0.0 if name in EXACT else self._floor * size
@@ -152,6 +152,16 @@ class Variants:
             is_promised = bool(variants) and math.isfinite(band) and band <= WIDEST * size
             bands.append(round_number(band, 2) if is_promised else None)
         return StepsRecord(name, tuple(round_number(value) or 0.0 for value in base), tuple(bands))
+
+
+def _subtract(value: float, base: float) -> float:
+    """Return the absolute difference. Return 0 if both are NaN, or the same inf, as in a step that both runs skip, and
+    inf if only one of them is finite.
+    """
+    if value == base or (math.isnan(value) and math.isnan(base)):
+        return 0.0
+    difference = abs(value - base)
+    return math.inf if math.isnan(difference) else difference
 
 
 def get_curve(run: Measured, name: str) -> Sequence[float]:

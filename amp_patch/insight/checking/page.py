@@ -4,9 +4,12 @@ import os
 from collections.abc import Iterator
 
 from ...files import write_file
-from ..report import Markup, Series, draw_figure, element, make_page
+from ..report import Markup, Series, draw_figure, element, keep_words, make_page
 from .contract import Contract, StepsRecord
 from .verdict import Verdict
+
+_SHOWN = 10
+"""The broken promises above the curves. The others are shown on a click."""
 
 
 def write_page(
@@ -35,10 +38,13 @@ def _list_breaks(verdict: Verdict) -> Markup:
     items: list[Markup] = []
     for broken in verdict.breaks:
         site = f" ({broken.site})" if broken.site else ""
-        items.append(element("li", f"{broken.kind}: {broken.text}{site}"))
-    notes = [element("li", note) for note in verdict.notes]
+        items.append(element("li", keep_words(f"{broken.kind}: {broken.text}{site}")))
+    notes = [element("li", keep_words(note)) for note in verdict.notes]
     if items:
-        parts = [element("h2", "Causes before effects"), element("ol", *items)]
+        parts = [element("h2", "Causes before effects"), element("ol", *items[:_SHOWN])]
+        if len(items) > _SHOWN:
+            summary = element("summary", f"{len(items) - _SHOWN} more")
+            parts.append(element("details", summary, element("ol", *items[_SHOWN:], start=_SHOWN + 1)))
     elif notes:
         parts = [element("h2", "Notes")]
     else:

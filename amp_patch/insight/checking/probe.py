@@ -180,7 +180,11 @@ class _ModuleNumbers:
         return not self._stepped.isdisjoint(map(id, (*weights, *masters)))
 
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
-        """Measure the unscaled gradients of parameters, by module. Return the norm of all of them."""
+        """Measure the unscaled gradients of parameters, by module. Return the norm of all of them.
+
+        The first gradients that count are those of the first step in which all are finite: a step is skipped otherwise,
+        and clipping by an infinite norm has made its finite gradients zero.
+        """
         self._stepped.update(map(id, parameters))
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
         sum_of_squares = 0.0
@@ -192,7 +196,8 @@ class _ModuleNumbers:
             norm = math.hypot(*(float(_norm(gradient)) for gradient in gradients))
             sum_of_squares += norm * norm
             self._last_gradients[owner] = norm
-            if owner not in self._gradients and math.isfinite(norm):
+        for owner, gradients in gradients_by_owner.items() if math.isfinite(sum_of_squares) else ():
+            if owner not in self._gradients:
                 self._gradients[owner] = sketch_all(gradients)
         return math.sqrt(sum_of_squares)
 

@@ -182,10 +182,11 @@ class _Axes:
             elif runs[-1]:
                 runs.append([])
         for points in runs:
-            if len(points) == 1:
-                points = points * 2  # a line without length is drawn as a dot
-            if points:
-                parts.append(element("polyline", element("title", series.name), points=" ".join(points), class_="line"))
+            title = element("title", series.name)
+            if len(points) == 1:  # a line without length is drawn as a dot
+                parts.append(element("polyline", title, points=" ".join(points * 2), class_="line dot"))
+            elif points:
+                parts.append(element("polyline", title, points=" ".join(points), class_="line"))
         for step in series.skipped:
             x, y = self._x(step), HEIGHT - BOTTOM
             title = element("title", f"{series.name}: step {self._steps[0] + step} was skipped")

@@ -25,7 +25,7 @@ def make_flight(recording: Recording) -> Iterator[Markup]:
     title, *lines = summarize(recording.flight, next(iter(recording.faults), None)).splitlines()
     grown = find_grown(recording.flight)
     charts = [_draw_grown(item) for item in grown[:MOST_CHARTS]]
-    charts += [_draw_scale(record) for record in recording.flight if record.subject is FlightKind.SCALE]
+    charts += [_draw_scale(record) for record in recording.flight if _is_scale_curve(record)]
     yield element(
         "section",
         element("h2", "Flight recorder"),
@@ -33,6 +33,11 @@ def make_flight(recording: Recording) -> Iterator[Markup]:
         element("ul", *(element("li", line.strip()) for line in lines)) if lines else Markup(""),
         element("div", *charts, class_="pair"),
     )
+
+
+def _is_scale_curve(record: FlightRecord) -> bool:
+    """Return whether a record is a loss scale with more than one sample."""
+    return record.subject is FlightKind.SCALE and len(record.steps) > 1
 
 
 def _draw_grown(grown: Grown) -> Markup:
@@ -51,7 +56,10 @@ def _draw_scale(record: FlightRecord) -> Markup:
 
 
 def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:
-    return draw_figure(drawn, caption, label=caption, steps=record.steps, has_keys=len(drawn) > 1)
+    label = caption
+    if not all(map(math.isfinite, record.largest)):
+        caption += " Gaps: inf or NaN."
+    return draw_figure(drawn, caption, label=label, steps=record.steps, has_keys=len(drawn) > 1)
 
 
 def _make_series(colour: int, name: str, values: Sequence[float]) -> Series:

@@ -1,11 +1,14 @@
 """HTML elements as strings. Text that is not `Markup` is escaped."""
 
 import html
+import re
 from collections.abc import Iterable
 
-VOID = ("meta", "link", "input", "br")
+VOID = ("meta", "link", "input", "br", "wbr")
 VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
 """Elements without children, of HTML and of SVG."""
+
+_HYPHENATED = re.compile(r"(\S*-\S*)")
 
 
 class Markup(str):
@@ -44,3 +47,21 @@ def join(children: Iterable[str]) -> Markup:
             child = html.escape(child)
         text += child
     return Markup(text)
+
+
+def keep_words(text: str) -> Markup:
+    """Return text whose words break at no hyphen, such as options of a command and arrows.
+
+    A hyphen that does not break (U+2011) would spoil a command that is copied.
+    """
+    parts: list[str] = _HYPHENATED.split(text)
+    parts[1::2] = [element("span", word, class_="word") for word in parts[1::2]]
+    return join(parts)
+
+
+def break_name(name: str) -> Markup:
+    """Return the name of a module, which may break after each dot."""
+    parts: list[str] = []
+    for part in name.split("."):
+        parts += [".", element("wbr"), part] if parts else [part]
+    return join(parts)

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from ...files import write_file
 from ..comparing.summary import Summary, pick_colours
+from ..fault_text import format_traced
 from ..flight.describe import is_flight
 from ..recordings import Recording
 from ..records import ComparisonRecord
 from ..text import OP_COLUMNS, choose_ops, op_cells
 from .compared import make_comparison
 from .flown import FLIGHT_STYLE, make_flight
-from .markup import Markup, element, join
+from .markup import Markup, element, join, keep_words
 from .tables import Cell, make_table
 
 _FOLDER = Path(__file__).parent
@@ -26,12 +27,15 @@ def write_report(recording: Recording, path: str | os.PathLike[str], *, command:
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:
-    """Return the page of a recording: its comparison, flight recorder and ops, if any, and all records for download.
+    """Return the page of a recording: its comparison, faults, flight recorder and ops, if any, and all records for
+    download.
 
     `command` is shown, unless the recording has its own.
     """
     title, style = "What ran in which precision", ""
-    if recording.of(ComparisonRecord):
+    is_compared = bool(recording.of(ComparisonRecord))
+    is_traced = not (is_compared or recording.ops or is_flight(recording))
+    if is_compared:
         summary = Summary(recording)
         title = "Runs compared"
         style = _style_of([run.run for run in summary.runs])
@@ -40,6 +44,9 @@ def make_report(recording: Recording, *, command: str = "") -> str:
         sections = [_header(recording, command)]
     if is_flight(recording):
         title = "What led to it"
+    if is_traced:
+        title = "What trace found"
+        sections.append(_traced(recording))
     if recording.flight:
         style += FLIGHT_STYLE
     return _frame(title, [*sections, *make_flight(recording), *_ops(recording), _data(recording)], style)
@@ -88,7 +95,7 @@ def _style_of(names: Sequence[str]) -> str:
 def _header(recording: Recording, command: str) -> Markup:
     run = recording.run
     terms = [("torch", run.torch), ("device", run.device), ("level", run.opt_level), ("low dtype", run.low)]
-    if not is_flight(recording):
+    if recording.steps:
         terms.append(("steps", str(len(recording.steps))))
     terms += [*_lists(run.lists, run.digest), ("command", command)]
     return _describe(terms)
@@ -106,12 +113,20 @@ def _comparison_header(summary: Summary, command: str) -> Markup:
 
 
 def _describe(terms: list[tuple[str, str]]) -> Markup:
-    return element("dl", *(element("div", element("dt", term), element("dd", text)) for term, text in terms if text))
+    pairs = [(element("dt", term), element("dd", keep_words(text))) for term, text in terms if text]
+    return element("dl", *(element("div", *pair) for pair in pairs))
 
 
 def _lists(lists: tuple[str, ...], digest: str) -> Iterator[tuple[str, str]]:
     if lists:
         yield "lists", f"{', '.join(lists)} ({digest[:12]})"
+
+
+def _traced(recording: Recording) -> Markup:
+    """Return the section with what `trace` prints."""
+    text = element("pre", format_traced(recording))
+    box = element("div", text, class_="box", role="region", aria_label="faults", tabindex="0")
+    return element("section", element("h2", "Faults"), box)
 
 
 def _ops(recording: Recording) -> Iterator[Markup]:

@@ -26,6 +26,13 @@
     });
   }
 
+  // a shadow where more of a table is
+  for (const box of all(".box")) {
+    const update = () => box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+    box.addEventListener("scroll", update, { passive: true });
+    new ResizeObserver(update).observe(box);
+  }
+
   // filter: rows that have all words
   for (const field of all("input[data-table]")) {
     const rows = [...byId(field.dataset.table).tBodies[0].rows], told = byId(field.id).parentElement.querySelector("output");

@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .markup import Markup, element, join
+from .markup import Markup, break_name, element, join
+
+_LONG = 24
+"""The characters of a text that has a line of its own. A longer text breaks into several."""
 
 
 class Cell(NamedTuple):
@@ -49,13 +52,20 @@ def make_table(
 
 def _draw_cell(cell: Cell, *, is_first: bool, is_left: bool) -> Markup:
     attributes: dict[str, object] = {"data_v": _sortable(cell.value)}
+    styles: list[str] = []
     if cell.heat is not None:
-        attributes |= {"class_": "hot", "style": f"--e:{cell.heat:.2f}"}
+        styles.append("hot")
+        attributes["style"] = f"--e:{cell.heat:.2f}"
     if is_left:
-        attributes["class_"] = "l"
+        styles.append("l")
+    text = cell.text
+    if len(text) > _LONG:
+        text = break_name(text)
+        styles.append("long")
+    attributes["class_"] = " ".join(styles) or None
     if is_first:
-        return element("th", cell.text, **attributes, scope="row")
-    return element("td", cell.text, **attributes)
+        return element("th", text, **attributes, scope="row")
+    return element("td", text, **attributes)
 
 
 def _make_filter(name: str, label: str, rows: int) -> Markup:
