@@ -256,8 +256,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
-    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text, and
-    SessionError before `initialize`.
+    overflows, that loss overflows too, so the scale falls. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -266,15 +265,14 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    # `tell` takes a context in which watchers run; they compute nothing here, so casts may stay on
-    tell(contextlib.nullcontext(), "values_scaled")
+    tell(contextlib.nullcontext(), "values_scaled")  # the watchers run in this context; casts may stay on
     return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable, and has the dtype of the gradients. Raises the same errors as `scale`.
+    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
