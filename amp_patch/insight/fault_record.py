@@ -109,6 +109,7 @@ class Evidence:
     loss_scale: float = 1.0
     trail: tuple[tuple[str, float], ...] = ()
     is_of_rounding: bool = False
+    is_untested: bool = False
     lost: float | None = absent(0.0)
     eps: float | None = None
     lr: float | None = None
@@ -178,6 +179,8 @@ class FaultRecord:
             a value that an optimizer's step produced.
             `trail`: the ops before this op, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
+            `is_untested`: whether it is not known if float32 holds the result, because torch cannot run the op in
+            float32.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
             none.
             `eps`, `lr`: the settings of the optimizer whose step produced the value; None for another value.

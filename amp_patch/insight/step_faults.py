@@ -190,7 +190,8 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that no op of torch wrote may be finite under a smaller scale, as long as there is one.
+        A gradient that no op of torch wrote, or that torch cannot compute in float32, may be finite under a smaller
+        scale, as long as there is one.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
@@ -199,6 +200,7 @@ class StepFaults:
             return False
         lowest = max(1.0, min(bounds))
         is_unseen = fault.origin.came_in and not (fault.origin.aten and fault.origin.parameter)
+        is_unseen = is_unseen or fault.evidence.is_untested
         is_above_one = self._needs.fitting is None or self._needs.fitting > 1  # at 1, small gradients have no room
         fits = (fault.fix.scale or 0.0) >= lowest and is_above_one
         return fits or (is_unseen and loss_scale > lowest)

@@ -219,7 +219,7 @@ def test_state_that_cannot_be_put_back_is_told():
         return loss * factor
 
     step = make_trainer(compute_loss, model)
-    assert "Summing has given other values than the first time" in arm(step, bad=math.nan).troubles[0].differences
+    assert "Summing returned other values than the first time" in arm(step, bad=math.nan).troubles[0].differences
 
 
 class Doubled(torch.autograd.Function):
