@@ -68,9 +68,10 @@ __all__ = [
 
 
 class _Package(types.ModuleType):
-    """The class of this module. `amp_patch.session` is a public function, and also the name of a subpackage.
+    """The class of this module. It keeps the public function `amp_patch.session`.
 
-    Importing the subpackage makes Python set the attribute `session`. Here, setting it has no effect.
+    A subpackage has the same name. When it is imported, Python sets the attribute `session` to it; the setter below
+    ignores this.
     """
 
     @property
@@ -86,9 +87,9 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a public name at the first use of the name, so that `import amp_patch` needs no torch.
+    """Return a public name; its module is imported at the first use of the name.
 
-    Commands, and every Python that `amp-patch run` starts, import the package.
+    So `import amp_patch` does not import torch, which would make every command slow, even `amp-patch --help`.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -100,5 +101,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, and the attributes that every package has. Leave out private modules and subpackages."""
+    """Return the public names and the usual attributes of a package, without private modules and subpackages."""
     return [*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__", "__spec__"]

@@ -107,7 +107,7 @@ def initialize(
         patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
-        cast_model_outputs: dtype of floating outputs. Default: float32 at levels that cast models, else unchanged.
+        cast_model_outputs: dtype of the models' floating outputs. Default: float32 if models are cast, else unchanged.
         num_losses: the number of loss scales; `scale_loss(..., loss_id=i)` selects one. As in Apex, if a later
             `initialize` passes another optimizer, dynamic scales that were used return to their first value.
         verbosity: 0 sends messages to the logger "amp_patch" only. 1 also shows them on stdout. 2 also logs each
@@ -211,7 +211,7 @@ def scale_loss(
         model: ignored, as in Apex.
         delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it for all but the
             last backward pass of an accumulation window.
-        delay_overflow_check: ignored, because a check costs nothing until the step reads it.
+        delay_overflow_check: ignored: the check runs on the device, and the host does not wait for it in this block.
 
     Yields:
         `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
@@ -253,10 +253,10 @@ def scale_loss(
 def scale(tensors: Any, loss_id: int = 0) -> Any:
     """Multiply a tensor, or any container of tensors, by a loss scale, for `torch.autograd.grad` outside `scale_loss`.
 
-    The product is differentiable, and float32 unless the tensor is complex. If the scale is always 1, or amp is
+    The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
-    overflows, that loss overflows too, so the scale falls as usual. Raises ArgumentTypeError for a number or text.
+    overflows, that loss overflows too, so the scale falls. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -265,7 +265,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # watchers compute nothing here, so casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")  # the watchers run in this context; casts may stay on
     return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 
@@ -298,7 +298,7 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates: float32 masters at O2 and O5, else the model's parameters.
+    """Yield the parameters that the optimizer updates: at O2 and O5, float32 masters in place of 16-bit parameters.
 
     Use it to clip gradients. Raises ArgumentTypeError if `optimizer` is not an optimizer.
 

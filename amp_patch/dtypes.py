@@ -36,7 +36,7 @@ _BY_NAME = {
 }
 
 DTYPE_WORDS = tuple(_BY_NAME)
-"""The words by which users may name a dtype."""
+"""The names that users may give for a dtype."""
 
 TensorCast = Callable[[Tensor], Tensor]
 
@@ -75,9 +75,9 @@ def is_opaque(tensor: Tensor) -> bool:
     """Return whether a tensor must not be cast although it has a castable dtype, such as quantized weights of torchao.
 
     Such a tensor reports a castable dtype, and stores its values in another form. Its class handles every op itself
-    (`__torch_dispatch__`), so a cast may return anything. Classes that handle no op, such as subclasses of Parameter,
-    are not opaque. Nor are tensors of torch's own classes, unless they are DTensors whose local tensor is opaque, or
-    semi-structured sparse tensors, which cannot be cast.
+    (`__torch_dispatch__`), so a cast may return anything. Tensors whose class handles no op, such as a subclass of
+    Parameter, are not opaque. Of torch's own classes, only two have opaque tensors: DTensors whose local tensor is
+    opaque, and semi-structured sparse tensors, which cannot be cast.
     """
     kind = type(tensor)
     if kind in PLAIN_CLASSES or tensor.dtype not in CASTABLE:

@@ -17,7 +17,7 @@ class Watcher:
     """
 
     observes_ops = True
-    """Whether it observes every op, so that ops which torch casts by itself are wrapped, too."""
+    """Whether the watcher observes every op. Then ops which torch casts by itself are wrapped, too."""
 
     def session_opened(self, session: Any) -> None:
         """Called when a session has been opened, and when models have joined it."""
@@ -68,8 +68,8 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager around these calls. Casts are off in it, so that the computations of watchers are not
-    cast.
+    `region` is a context manager around these calls. It turns casts off, so that the computations of watchers are not
+    cast. For an event at which watchers compute nothing, it may be a `nullcontext`.
     """
     if watchers:
         event_count.value += 1

@@ -118,9 +118,10 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def name_kind(device_type: str) -> str:
-    """Return the kind of a device: on two of the same kind, torch runs the same kernels.
+    """Return a name for the kind of a device. On two devices of the same kind, torch runs the same kernels.
 
-    It is the name of an accelerator, or the architecture of a CPU with the instructions by which torch chooses kernels.
+    For a CPU, it consists of the architecture and the instructions by which torch chooses kernels. For an accelerator,
+    it is the name of the hardware, or the device type if torch has no name.
     """
     if device_type == "cpu":
         return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *cpu_flags()])

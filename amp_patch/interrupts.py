@@ -13,7 +13,7 @@ from typing import Any
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A command has received SIGTERM. The command must end the script: unlike Ctrl-C, the signal does not reach it."""
+    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script: the command must end it."""
 
 
 class UndoStack:

@@ -17,8 +17,9 @@ clone = torch.ops.aten.clone.default
 """torch's own `clone`. It returns a copy in the dtype of the tensor, also if a list has a rule for `clone`."""
 
 eq = torch.ops.aten.eq.Tensor
+isnan = torch.ops.aten.isnan.default
 where = torch.ops.aten.where.self
-"""torch's own `eq` and `where`, which no list patches."""
+"""torch's own `eq`, `isnan` and `where`, which no list patches."""
 
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 

@@ -4,8 +4,8 @@ They go to the logger "amp_patch". A handler of this module shows them on stdout
 for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds, only the
 user's handler shows them, so that no line appears twice.
 
-`amp_patch.apex`, the stand-in for Apex, has messages printed instead of logged, as Apex printed them. So a script for
-Apex shows each line once, whatever logging handlers it adds.
+`amp_patch.apex`, the stand-in for Apex, prints messages instead of logging them, as Apex did. So a script for Apex
+shows each line once, whatever logging handlers it adds.
 """
 
 import logging
@@ -94,7 +94,7 @@ def set_verbosity(verbosity: int, *, is_printing: bool = False) -> None:
 def reports_parameters() -> bool:
     """Return whether messages about skipped steps name the parameters whose gradients overflowed.
 
-    They do with `verbosity=2`, unless messages are printed. Every step then waits for the device.
+    They do with a verbosity above 1, unless messages are printed. Steps with a loss scale then wait for the device.
     """
     return _verbosity > 1 and not _is_printing
 

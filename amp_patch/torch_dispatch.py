@@ -208,7 +208,7 @@ get_scale_on_device: Callable[[Any], Tensor | None] = operator.methodcaller("_ge
 
 
 def count_compiled() -> int:
-    """Return how often Dynamo has compiled a function in this process. If torch drops the name, return 0."""
+    """Return how often Dynamo has begun to compile a function in this process. If torch drops the name, return 0."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return int(counters.get("frames", {}).get("total", 0))

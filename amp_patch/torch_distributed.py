@@ -1,6 +1,6 @@
 """The private names of torch.distributed that the package uses.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops a name.
+As in `torch_private`, a sentence with "would" says what happens if torch drops the private name that the function uses.
 """
 
 from typing import Any

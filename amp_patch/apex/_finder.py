@@ -1,6 +1,6 @@
 """`ApexFinder`: an import finder that lets `import apex` find `amp_patch.apex`, the stand-in for Apex.
 
-An installed `apex` may stay in use for the parts that it has. A module of the stand-in is one object under two names:
+An installed `apex` may stay in use: see `ApexFinder`. A module of the stand-in is one object under two names:
 `sys.modules["apex.amp"]` is `sys.modules["amp_patch.apex.amp"]`.
 """
 
@@ -37,7 +37,7 @@ class _AliasLoader(importlib.abc.Loader):
     """Loads a module of the stand-in under its name in `apex`, such as "apex.amp".
 
     Args:
-        real_name: its own name, such as "amp_patch.apex.amp".
+        real_name: the own name of the module, such as "amp_patch.apex.amp".
     """
 
     def __init__(self, real_name: str) -> None:
@@ -56,12 +56,12 @@ class _AliasLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
-        Without the second, a later `import apex.amp._amp_state` would ask this loader for the submodule, and Python
-        would set the attribute `amp._amp_state` to it. As in Apex, that attribute is an object, not the submodule.
+        If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask this loader, and Python would
+        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay an object.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # there, an attribute with the name of a submodule is this submodule, so Python may set it
+        if alias == "apex":  # its attributes with the names of submodules are these submodules, so Python may set them
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -139,7 +139,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         """Return the spec of a module of an installed `apex` that is completed, or of the stand-in.
 
         Return None for names that are not Apex's, for modules that neither has, and if an installed `apex` is left
-        alone. Raises ModuleNotFoundError, which names a modern replacement, for parts of Apex that neither has.
+        alone. If there is a modern replacement for a part of Apex that neither has, raise ModuleNotFoundError.
         """
         # `from apex import RNN` looks for `amp_patch.apex.RNN`, because the stand-in keeps its own `__name__`
         if fullname.startswith(self._package + "."):
@@ -166,8 +166,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return installed
 
     def _find_compiled(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        """Return the spec of a module in `_TOP_LEVEL`. Return None if an installed `apex` is completed, or if other
-        finders find an installed module and `force` is not set.
+        """Return the spec of a module in `_TOP_LEVEL`.
+
+        Return None if an installed `apex` is completed, or if the module is installed and `force` is False.
         """
         if not self._replaces:
             return None
@@ -220,9 +221,10 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
-        """Yield the metadata of the stand-in as `apex`, unless an installed `apex` is in use.
+        """Yield the metadata of the stand-in under the name `apex`, unless an installed `apex` is in use.
 
-        Some libraries read the version of `apex` from it before they import `apex`.
+        Yield nothing if `context` asks for another distribution. Some libraries read the version of `apex` from its
+        metadata before they import it.
         """
         name = getattr(context, "name", None)
         if name not in (None, "apex") or getattr(self._thread, "is_asking", False):
@@ -238,12 +240,13 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
         """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
 
-        NVIDIA's with `amp` is left alone, and NVIDIA's without `amp` is completed. An `apex` of another project is
-        replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not NVIDIA's.
+        NVIDIA's Apex with `amp` is left alone, and NVIDIA's Apex without `amp` is completed. An `apex` of another
+        project is replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not
+        NVIDIA's.
 
         Args:
             spec: the spec of the installed `apex`, or None if there is none.
-            path: its folders.
+            path: the folders of its package; empty if there are none.
         """
         if self._replaces is not None:
             return
@@ -300,7 +303,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 def get_part(name: str) -> Any:
     """Import a part of the stand-in and return it.
 
-    Raises AttributeError for any other name, with a modern replacement if it is a part of Apex.
+    Raises AttributeError for any other name. The message gives a modern replacement, if there is one.
     """
     if name in PARTS:
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -308,8 +311,9 @@ def get_part(name: str) -> Any:
 
 
 def refuse_name(module: str, name: str) -> NoReturn:
-    """Raise AttributeError for a name that a module of the stand-in lacks, with a modern replacement if there is
-    one.
+    """Raise AttributeError for a name that a module of the stand-in lacks.
+
+    The message gives a modern replacement, if there is one.
     """
     full_name = f"apex{module.removeprefix(_PACKAGE)}"
     raise AttributeError(advise(f"{full_name}.{name}") or f"module {full_name!r} has no attribute {name!r}")
@@ -327,7 +331,7 @@ def _find_modules() -> dict[str, ModuleType]:
 
 
 def _raise_if_gone(name: str) -> None:
-    """Raise ModuleNotFoundError, with a modern replacement, for a part of Apex that the stand-in lacks."""
+    """Raise ModuleNotFoundError if `name` is a part of Apex that the stand-in lacks and that has a replacement."""
     advice = advise(name)
     if advice is not None:
         # not with `name=name`: Python's `from apex import X` would then replace the message by its own

@@ -1,4 +1,4 @@
-"""The metadata of the stand-in as the distribution `apex`, for `importlib.metadata`."""
+"""The result of `importlib.metadata.distribution("apex")` while `amp_patch.apex` stands in for NVIDIA's package."""
 
 import importlib.metadata
 import pathlib
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class Metadata(importlib.metadata.Distribution):
-    """The name `apex` and the version 0.1, which Apex has never changed."""
+    """A distribution with the name `apex` and the version 0.1, which Apex has never changed."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the only file of the metadata, or None for another name."""
+        """Return the text of the file METADATA; None for another name, because there is no other file."""
         return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Return where a file of the distribution would be."""
+        """Return the path in this package for a file of the distribution, such as `apex/amp/__init__.py`."""
         return pathlib.Path(__file__).parent.parent / path

@@ -1,4 +1,4 @@
-"""`apex_C`, a compiled extension of Apex, by torch's own functions: flattens tensors into one, and splits it again."""
+"""Stands in for `apex_C`, a compiled extension of Apex: flattens tensors into one tensor, and splits that again."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,10 @@ from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a new tensor of shape (n,) with all elements of tensors of one dtype and device."""
+    """Return a tensor of shape (n,) with the elements of all `tensors`, which have one dtype and device.
+
+    For a single contiguous tensor, the result is a view of it.
+    """
     flat: Tensor = flatten_dense_tensors(tuple(tensors))
     return flat
 

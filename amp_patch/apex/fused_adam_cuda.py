@@ -1,4 +1,4 @@
-"""`fused_adam_cuda`, the extension behind the FusedAdam of 2019, which OpenNMT-py and others call by themselves."""
+"""`fused_adam_cuda`, the extension module of Apex's FusedAdam of 2019. OpenNMT-py and others call it directly."""
 
 import math
 
@@ -26,16 +26,15 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """Take one Adam step on one parameter, with the gradient g / `grad_scale`. Copy the result to `out_p` unless that
-    is empty.
+    """Take one Adam step on the parameter `p`. Copy the new `p` to `out_p` unless that is an empty tensor.
 
-    m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= s (m / (sqrt(v) + eps) + decay p), where s is
-    lr sqrt(1 - b2^step) / (1 - b1^step) with `bias_correction`, else lr.
+    h = g / grad_scale; m = b1 m + (1 - b1) h; v = b2 v + (1 - b2) h^2; p -= s (m / (sqrt(v) + eps) + decay p), where s
+    is lr sqrt(1 - b2^step) / (1 - b1^step) with `bias_correction`, else lr.
 
     Args:
-        p, exp_avg, exp_avg_sq: tensors of one shape and any floating dtype, changed in place.
+        p, exp_avg, exp_avg_sq: p, m and v: tensors of one shape and any floating dtype, changed in place.
         g: the gradient, of any floating dtype. Not changed.
-        mode: must be 1. 0, which puts eps inside the root, raises OptimizerError.
+        mode: must be 1. Any other, such as 0 for eps inside the root, raises OptimizerError.
     """
     if mode != 1:
         raise OptimizerError("fused_adam_cuda.adam: eps_inside_sqrt is not offered: leave it out")

@@ -1,4 +1,4 @@
-"""`apex.mlp`: linear layers, each followed by an activation, by torch's own functions."""
+"""`apex.mlp`: linear layers, each followed by an activation, computed by torch's own functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ..errors import ModelError
 
 _NAMES = ("none", "relu", "sigmoid")
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, F.relu, torch.sigmoid)
-"""The index is the number by which Apex's functions choose an activation."""
+"""Apex's functions choose an activation by its index here."""
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -20,8 +20,8 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
     Args:
         bias: whether there are biases.
-        activation: 0 for none, 1 for ReLU, 2 for the sigmoid. The last layer is followed by it, too.
-        args: the input, shape (n, first size), all weights, and all biases.
+        activation: 0 for none, 1 for ReLU, 2 for the sigmoid. It follows every layer, also the last.
+        args: the input, shape (n, first size), then all weights, then all biases if there are any.
     """
     x, *parameters = args
     count = len(parameters) // 2 if bias else len(parameters)
@@ -43,7 +43,7 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors `args`. This computes the layers a second time."""
+        """Return None for `bias` and `activation`, then the gradients of `args`. Computes the layers a second time."""
         # autograd runs a backward with gradients disabled, but the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
@@ -52,9 +52,9 @@ class MlpFunction(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """Linear layers of the sizes `mlp_sizes`, each followed by an activation, also the last one.
+    """Linear layers, each followed by an activation, also the last one.
 
-    Parameters are `weight_0`, `bias_0`, `weight_1`, ...
+    Parameters are `weight_0`, `bias_0`, `weight_1`, ...; there are no `bias_...` without `bias`.
 
     Args:
         mlp_sizes: the size of the input, then the size of each layer's output.

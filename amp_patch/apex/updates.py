@@ -11,11 +11,11 @@ they change nothing. No function waits for the device, with one exception: if no
 `adam_` read the flag on the host, and `adam_` reads a `step` that is a tensor.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
-b1 and b2 betas, |x| the L2 norm of a tensor. A hat (m^) means that the bias is corrected, if `corrects_bias` is true:
-m^ = m / (1 - b1^step).
+b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
+m^ = m / (1 - b1^step), v^ = v / (1 - b2^step).
 """
 
-__role__ = "optimizer"  # in reports of `insight`: see its `sites`
+__role__ = "optimizer"  # the role of this code in reports; `insight/sites.py` lists the roles
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +44,7 @@ from ..torch_private import (
 
 Tensors = Sequence[Tensor]
 Part = list[Tensor] | tuple[Tensor, ...]
-"""Tensors of one device and dtype."""
+"""Tensors that are all of one device and one dtype."""
 
 
 def full_dtype(tensor: Tensor) -> torch.dtype:
@@ -53,10 +53,11 @@ def full_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
-    """Yield the lists at full precision, one part after the other; a part has one device, and one dtype for each list.
+    """Split the lists into parts of one device, and of one dtype for each list. Yield the lists of each part.
 
-    Write `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. After the body,
-    tensors that had to be copied to full precision are copied back to the `changed` lists.
+    All yielded tensors are at full precision; 16-bit tensors are copied for that. Write
+    `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. After the body, such
+    copies of `changed` tensors are copied back to them.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -86,9 +87,9 @@ def norms(tensors: Tensors, order: float = 2.0) -> list[Tensor]:
 
 
 def total_norm(tensors: Tensors, device: torch.device | None = None) -> Tensor:
-    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision.
+    """Return the L2 norm of all elements of all tensors, 0-dim and at full precision; 0 without tensors.
 
-    It is on `device`, by default the device of the first tensor.
+    The result is on `device`, by default the device of the first tensor.
     """
     tensor_norms = norms(tensors)
     if not tensor_norms:
@@ -170,7 +171,7 @@ def adam_(
     corrects_bias: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Adam of Kingma & Ba (arXiv:1412.6980), algorithm 1.
+    """Adam, algorithm 1 of Kingma & Ba (arXiv:1412.6980).
 
     With `is_decoupled`, weight decay is AdamW's, as in Loshchilov & Hutter (arXiv:1711.05101):
 
@@ -215,7 +216,7 @@ def adagrad_(
     weight_decay: float,
     is_decoupled: bool,
 ) -> None:
-    """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices. h are the `sums`.
+    """Adagrad of Duchi et al. (JMLR 12, 2011), with diagonal matrices. The formulas call the tensors of `sums` h.
 
     h += g^2
     p -= lr (g / (sqrt(h) + eps) + wd p)
@@ -262,8 +263,10 @@ def lamb_(
 
     `gradient_norm` (0-dim) is the norm of the gradients of all parameters of the optimizer, not only of `gradients`. If
     `max_gradient_norm` is None or 0, gradients are not clipped. Without `is_decoupled`, u has no wd p, and g += wd p
-    follows the clipping. The ratio |p| / |u| is 1 if one of the norms is 0, and without weight decay, unless
-    `always_adapts`.
+    follows the clipping.
+
+    The ratio |p| / |u| is replaced by 1 where one of the norms is 0. It is replaced everywhere if `weight_decay` is 0
+    and `always_adapts` is false.
     """
     corrections = bias_corrections(betas, step, corrects_bias)
     gradient_share = 1 - betas[0] if averages_gradients else 1.0
@@ -287,7 +290,7 @@ def clip(gradients: Part, norm: Tensor, max_norm: float) -> tuple[Tensor, ...]:
 
 
 def adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: float) -> tuple[Tensor, ...]:
-    """Return m^ / (sqrt(v^) + eps), with the two results of `bias_corrections`."""
+    """Return m^ / (sqrt(v^) + eps). `corrections`: the result of `bias_corrections`."""
     update = foreach_div(m, _get_denominators(v, corrections[1], eps))
     foreach_div_(update, corrections[0])
     return update
@@ -315,9 +318,10 @@ def novograd_(
     averages_gradients: bool,
     norm_type: int,
 ) -> None:
-    """NovoGrad of Ginsburg et al. (arXiv:1905.11286): Adam with one second moment n for each tensor, not each element.
+    """NovoGrad of Ginsburg et al. (arXiv:1905.11286).
 
-    `norm_avgs` has these second moments, 0-dim tensors.
+    It is Adam with one averaged norm n for each gradient, in place of a second moment for each element. `norm_avgs`
+    holds the n, 0-dim tensors.
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for `norm_type` 0
     n^ = n / sqrt(1 - b2^step)
@@ -357,8 +361,8 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
     """Run a kernel on `lists` (parameters, gradients and moments), and return True.
 
     Return False, and change nothing, if torch has no such kernel for the device, or if the kernel does not support the
-    tensors: it reads memory in order, so a parameter, its gradient and its moments must have the same memory layout,
-    and must be neither of a subclass of Tensor nor lazy negatives (`Tensor.is_neg`).
+    tensors. It reads memory in order, so a parameter, its gradient and its moments must have the same memory layout
+    (`_have_same_layout`).
     """
     if not all(map(_have_same_layout, *lists)):
         return False
@@ -367,13 +371,16 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
         kernel(*lists, **options, maximize=False, found_inf=flag)
     except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    # the kernel does not count its writes; casts of weights are cached by the version of the parameter
+    # The kernel does not raise the version of the parameters, by which the weight cache knows that they have changed.
     torch.autograd.graph.increment_version(list(lists[0]))
     return True
 
 
 def _have_same_layout(*tensors: Tensor) -> bool:
-    """Return whether plain tensors of the same shape have the same dense layout in memory."""
+    """Return whether all tensors, which have one shape, are contiguous, or all are channels_last.
+
+    False if one is of a subclass of Tensor other than Parameter, or a lazy negative (`Tensor.is_neg`).
+    """
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_neg() for tensor in tensors):
         return False
     return all(map(Tensor.is_contiguous, tensors)) or (
@@ -382,7 +389,7 @@ def _have_same_layout(*tensors: Tensor) -> bool:
 
 
 def bias_corrections(betas: tuple[float, float], step: int, corrects_bias: bool) -> tuple[float, float]:
-    """Return the divisors of the first and second moments: 1 - beta^step, or 1 without a correction."""
+    """Return the divisors of the first and second moments: 1 - beta^step each, or 1 without a correction."""
     return (1 - betas[0] ** step, 1 - betas[1] ** step) if corrects_bias else (1.0, 1.0)
 
 

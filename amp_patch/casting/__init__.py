@@ -1,6 +1,6 @@
-"""Casts the arguments of listed ops: wrappers around the ops, the switch for them, and the cache of low weights."""
+"""Casts the arguments of listed ops: wrappers around the ops, the switch for them, and the cache of 16-bit weights."""
 
-__role__ = "cast"  # in reports of `insight`: see its `sites`
+__role__ = "cast"  # the role of this code in reports; `insight/sites.py` lists the roles
 
 from . import compiling as compiling
 from . import op_patches as op_patches

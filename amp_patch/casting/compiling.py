@@ -1,7 +1,7 @@
 """Makes patches work with torch.compile.
 
-* At its first use, Dynamo builds tables of the functions that torch's names hold then. So `prime` builds them before
-  patches are installed.
+* At its first use, Dynamo builds tables of torch's functions, and takes what names such as `torch.exp` refer to at that
+  time. So `prime` builds the tables before patches are installed.
 * Dynamo compiles a function again if a patched function of torch changes, but not if a patched Tensor method changes.
   So `forget_compiled_code` drops compiled code whenever patches change.
 * The on-disk cache finds code by its graph, which looks the same with and without casts. So `tag_cache_key` adds a tag
@@ -62,7 +62,7 @@ def prime() -> None:
 
 
 def is_dynamo_imported() -> bool:
-    """Return whether Dynamo is imported, which takes seconds. Without it, no code is compiled."""
+    """Return whether Dynamo has been imported. Before its import, which takes seconds, no code is compiled."""
     return DYNAMO in sys.modules
 
 
@@ -79,7 +79,7 @@ def forget_compiled_code() -> None:
 
 
 def tag_cache_key(tag: str, undo: UndoStack) -> None:
-    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches, if this torch has such a tag."""
+    """Until `undo` is closed, keep compiled code apart by `tag` in the on-disk caches, if this torch supports it."""
     config = getattr(torch.compiler, "config", None)
     if config is not None and hasattr(config, "cache_key_tag"):
         undo.callback(force_setting, config, "cache_key_tag", get_forced_setting(config, "cache_key_tag"))
@@ -88,11 +88,12 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 
 # ---- regions in compiled code ----------------------------------------------------------------------------------------
 
-# Code that was compiled inside a region (`mode.Region`) must not run outside it, nor the other way round: Dynamo must
-# guard the mode of the thread. It cannot guard our own state, but it guards the autocast state of the thread for every
-# device type. So we store the mode in the autocast state of an idle device type, one that torch still lists, but no
-# longer runs on: its autocast is enabled while a region is open, with a dtype that stands for the mode. Dynamo of torch
-# 2.6 does not guard this state, but guards the dispatch keys of the thread: there, two unused keys stand for the mode.
+# Code that was compiled inside a region (`mode.Region`) must not run outside it, and code from outside not inside. So
+# Dynamo must guard the mode of the thread: check it before it runs compiled code. It cannot guard our own state, but it
+# guards the autocast state of the thread for every device type. So we store the mode in the autocast state of an idle
+# device type, one that torch still lists, but no longer runs on: its autocast is enabled while a region is open, with a
+# dtype that stands for the mode. Dynamo of torch 2.6 does not guard this state, but guards the dispatch keys of the
+# thread. So in torch 2.6, two dispatch keys that nothing else uses stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}
@@ -118,8 +119,8 @@ def show_region(mode_name: str) -> None:
     """Store the name of this thread's mode where Dynamo guards it, so that code which Dynamo compiles now runs in this
     mode only. "BY_LISTS" clears the state, as outside of regions.
 
-    The body must not use names of torch's modules: Dynamo would trace such a frame, and find that it changes guarded
-    state.
+    The body must not name a module of torch, as in `torch.set_autocast_dtype`. Dynamo traces functions that do, and
+    would find that this one changes guarded state.
     """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS_OF_MODES.get(mode_name, (False, False)))
@@ -149,4 +150,4 @@ def _warn_of_break() -> str:
 _has_warned = False
 
 warn_of_break = assume_constant(_warn_of_break)
-"""Warn once, while Dynamo traces, that its graph breaks at regions."""
+"""Warns, once in a process, that Dynamo's graph breaks at regions. Dynamo calls it while it traces."""

@@ -1,9 +1,9 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
 bits, multiplied and added in float32, and the result is rounded to 16 bits.
 
-With `compute="float32"`, all products are computed in this way; with `compute="auto"`, only on hardware without
-instructions for 16-bit products. On an x86 CPU with such instructions, "auto" computes short attention in this way,
-because that is faster than torch's 16-bit kernels.
+With `compute="float32"`, all products are computed in this way. With `compute="auto"`, the hardware decides: without
+instructions for 16-bit products, all products are computed in this way; on an x86 CPU with such instructions, only
+short attention is, because that is faster than torch's 16-bit kernels; on other hardware, none is.
 
 Operands and results are rounded by ordinary casts, which autograd records. So the gradients that a product gives are
 rounded, too, as with a 16-bit kernel, and compilers, function transforms, double backward and checkpoints work as with
@@ -99,15 +99,15 @@ class Float32Products:
     # ---- 16-bit operands ---------------------------------------------------------------------------------------------
 
     def plan_unlisted(self, taken: set[tuple[int, str]]) -> Iterator[Patch]:
-        """Yield a patch for each product, and for each op that has no 16-bit kernel on CPUs. Leave out names that other
-        patches replace: `taken` holds the id of the owner and the name, such as `(id(torch), "matmul")`.
+        """Yield a patch for each name of each function for which `covers` is true, except names that other patches
+        replace: `taken` holds the id of the owner and the name, such as `(id(torch), "matmul")`.
         """
         for owner, name in op_lists.find_float32_spellings(self.device_type):
             if self.covers(name) and (id(owner), name) not in taken:
                 yield Patch(owner, name, self._replace_unlisted)
 
     def _replace_unlisted(self, original: OpFunction) -> OpFunction:
-        """Return the replacement of a product that no list names: the same for all names of the product."""
+        """Return the replacement of a product that no list names. All names of a product get the same replacement."""
 
         def make() -> OpFunction:
             public = PublicOp(getattr(original, "__name__", ""), original)
@@ -118,9 +118,9 @@ class Float32Products:
     def run_low_in_float32(self, original: OpFunction, public: PublicOp = WITHOUT_OVERRIDES) -> OpFunction:
         """Return a function that computes an op in float32 if all its floating operands have the low dtype.
 
-        A call runs as it was written if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is
-        opaque, on another type of device, or of another floating or complex dtype, and a call of a product with a
-        single operand: an einsum of one operand multiplies nothing, and may return a view.
+        A call runs unchanged if it names `out`, `dtype` or `out_dtype`. So does a call with an operand that is opaque
+        (`dtypes.is_opaque`), on another type of device, or of another floating or complex dtype. So does a call of a
+        product with a single operand: an einsum of one operand multiplies nothing, and may return a view.
 
         With `max_scores`, the op is attention: see `_run_short_attention`.
         """
@@ -174,8 +174,8 @@ class Float32Products:
         """Return a function that applies `cast`, if given, to every tensor, converts low tensors to float32, calls
         `original`, and rounds the result.
 
-        If `original` itself calls products by their patched names, these run unchanged: their operands and results must
-        not be rounded. torch.export calls `original` itself again by its public name.
+        If `original` calls products by their patched names, these run unchanged, because the intermediate results of
+        one product must not be rounded. torch.export, for example, calls `original` again by its public name.
         """
         low, to_float32, thread = self.low, self._to_float32, self._thread
 
@@ -205,7 +205,7 @@ class Float32Products:
 
     def _make_compute_in_place(self, original: OpFunction) -> OpFunction:
         """Return a function that runs an in-place op on float32 copies, and copies the result to its target. If the
-        target is a keyword argument, it calls `original` unchanged.
+        target is a keyword argument, the function calls `original` with the arguments as they are.
         """
         to_float32 = self._to_float32
 
@@ -224,8 +224,8 @@ class Float32Products:
     def round_operands(
         self, original: OpFunction, low_op: OpFunction, in_region: Callable[..., PreparedCall]
     ) -> PrepareCall:
-        """Return the `prepare` of a whitelisted product. The call that it returns rounds all tensors to the low dtype,
-        computes the product in float32, and rounds the result (`_make_compute` with `to_operand`).
+        """Return the function that prepares the calls of a whitelisted product (`PrepareCall`). A prepared call rounds
+        its castable tensors to the low dtype, computes the product in float32, and rounds the result.
 
         Some calls go to `low_op` with tensors in the low dtype instead: a call with an opaque operand, which does not
         support a second cast, a call with fewer than two tensors, and a call with `out_dtype`. A call with `out` goes

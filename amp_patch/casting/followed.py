@@ -1,7 +1,8 @@
 """Finds the dtype of a call of an op whose rule lets the arguments decide: `promote`, `match` and the like.
 
 A *dtype finder* takes the arguments of a call, and returns the dtype to which all tensors in them are cast. It returns
-None for a call without casts: torch then promotes dtypes, or raises an error, as usual.
+None for a call without casts: torch then promotes dtypes, or raises an error, as usual. *Castable* dtypes are float16,
+bfloat16 and float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +20,10 @@ DtypeFinder = Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None]
 
 
 def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return float32 if the arguments are tensors of several castable dtypes, else None.
+    """Return float32 if tensors among the arguments have several castable dtypes, else None.
 
-    float16 with bfloat16 gives float32, too, as torch promotes. With a float64, float8 or complex tensor, the result is
-    None. Tensors in lists are not looked at.
+    float16 with bfloat16 gives float32, too, as torch promotes. If there is also a float64, float8 or complex tensor,
+    the result is None. Tensors of integers, and tensors in lists, do not count.
     """
     dtypes = set()
     for value in (*args, *kwargs.values()):
@@ -34,7 +35,7 @@ def find_widest(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype |
 
 
 def follow_first(device_type: str) -> DtypeFinder:
-    """Return a finder of the dtype of the first argument: an in-place op writes to it."""
+    """For an in-place op: return a finder of the dtype of the first argument, to which the op writes."""
     return _follow(0, "input", device_type, None)
 
 
@@ -42,8 +43,8 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
     """Return a finder of the dtype of the argument `name` of a function. Raises OpListError if the function has no such
     argument.
 
-    The finder raises OpListError if a call passes something else than a tensor or None as that argument. It also does
-    if the argument is a tensor of integers or bools, and the other tensors have several castable dtypes.
+    The finder raises OpListError if the argument in a call is neither a tensor nor None. It also raises it if the
+    argument is a tensor of integers or bools, and the other tensors have several castable dtypes.
 
     Args:
         location: the place of the list entry, such as "my.yaml:3:5", for errors.

@@ -1,8 +1,10 @@
-"""Plans the patches of ops: one for each *spelling* of a listed op (`torch.exp`, `Tensor.exp`, ...), and one for each
-function that the user registered.
+"""Plans the patches that make ops cast their arguments. A patch replaces one attribute, such as `torch.exp`.
 
-`DeferredOps` patches ops whose package is imported later. The functions at the end make replacements of torch's
-functions that run, record or compile ops, such as checkpoints and tracers.
+`plan_ops` plans a patch for each *spelling* of a listed op (`torch.exp`, `Tensor.exp`, ...), and for each function that
+the user registered. `DeferredOps` patches ops whose package is imported later. The functions at the end make
+replacements of torch's functions that run, record or compile ops, such as checkpoints and tracers.
+
+A *region* is a part of a thread's run in which one `Mode` says how patched ops cast. In the mode OFF, no op casts.
 """
 
 import contextlib
@@ -32,9 +34,11 @@ from .wrappers import OpCasts
 
 
 class Registration(NamedTuple):
-    """A function that the user registered, `getattr(owner, name)`, and the name of its rule.
+    """A function that the user registered: `getattr(owner, name)`.
 
-    `like`: the argument whose dtype the others take, for a rule that needs one.
+    Attributes:
+        rule: the name of its rule.
+        like: for the rule that casts all arguments to the dtype of one of them: the name of that argument.
     """
 
     owner: Any
@@ -44,36 +48,37 @@ class Registration(NamedTuple):
 
 
 def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCasts) -> Iterator[Patch]:
-    """Yield a patch for each listed spelling, and for each registration but neutral ones. A registration overrides the
-    lists.
+    """Yield a patch for each listed spelling, and for each registration whose rule is not neutral.
 
-    In a session that casts inside torch.autocast regions, an op to which torch's own rule applies is patched only if
-    there is an `OpCasts.by_torch`. An op that torch would cast, but the session's lists do not name, gets a patch that
-    keeps torch from casting it.
+    A registration overrides the lists. `OpCasts.choose` may decide that a listed spelling needs no patch.
+
+    In a session that casts inside torch.autocast regions, torch would also cast ops that the session's lists do not
+    name. Each of these gets a patch that keeps torch from casting it.
     """
-    decided = {(id(known.owner), known.name) for known in registered}  # names that need no other patch
+    decided = {(id(known.owner), known.name) for known in registered}  # the lists do not apply to these
     for spelling in oplists.spellings:
         chosen = casts.choose(spelling.entry)
         if chosen is not None and (id(spelling.owner), spelling.name) not in decided:
             yield plan_spelling(spelling, spelling.owner, chosen)
     for known in registered:
-        if known.rule != OpRule.NEUTRAL:  # the user has taken a neutral function off its list: it needs no patch
+        if known.rule != OpRule.NEUTRAL:  # registered as neutral, a function casts nothing: it needs no patch
             yield plan_op(known.owner, known.name, known.rule, casts, like=known.like)
     if casts.autocast is not None and casts.autocast.torch_lists is not None:
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.torch_lists.spellings:
-            # no list of the session names this op, but torch would cast it: keep torch from that
             if (id(spelling.owner), spelling.name) not in decided:
                 yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
 
 
-# pairs of a module whose functions are patched, and a second module that holds the same functions
+# (a module whose functions are patched, a second module that holds some of the same functions)
 _SECOND_PLACES = ((torch.nn.functional, C_NN), (torch, torch.functional))
 
 
 def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
-    """Yield each patch. If a second module holds the same function, where torch.fx and nested tensors look it up, yield
-    a patch of it there, too. After a patch of flex_attention, yield patches of the functions that it calls.
+    """Yield each patch, and behind it the patches that it entails.
+
+    A function of `torch.nn.functional` or `torch` is also patched in the second module that holds it, because torch.fx
+    and nested tensors look it up there. A patch of flex_attention entails patches of the functions that it calls.
     """
     for patch in planned:
         yield patch
@@ -88,24 +93,23 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 
 
 def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
-    """Return the replacement of a function that flex_attention calls. `patch`: the patch of flex_attention, whose rule
-    the replacement applies.
+    """Return the replacement of a function that flex_attention calls. It applies the rule of flex_attention's `patch`.
 
-    Scripts call `torch.compile(flex_attention)` when they are imported, so a patch of flex_attention comes too late for
-    them. But the functions that it calls are looked up by name in each call.
+    Scripts call `torch.compile(flex_attention)` at module level, before `initialize`, so their compiled function never
+    runs the patch of flex_attention. But it looks up by name, in each call, the functions that flex_attention calls.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
     call.__module__ = FLEX_ATTENTION  # a function of torch
-    # A rule `match` may name query, key or value, the first arguments of all these functions.
+    # for the rule `match`, which may name query, key or value: the first arguments of all these functions
     call.__signature__ = inspect.signature(getattr(patch.owner, patch.name))  # type: ignore[attr-defined]
     return patch.factory(call)
 
 
 def plan_spelling(spelling: op_lists.Spelling, owner: Any, casts: OpCasts) -> Patch:
-    """Return the patch of a listed op of `owner`."""
+    """Return the patch that makes a listed op, `spelling.name` of `owner`, follow its rule."""
     entry = spelling.entry
     return plan_op(owner, spelling.name, spelling.rule, casts, entry.location, entry.like)
 
@@ -113,7 +117,9 @@ def plan_spelling(spelling: op_lists.Spelling, owner: Any, casts: OpCasts) -> Pa
 def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = "", like: str = "") -> Patch:
     """Return the patch that makes `owner.name` follow a rule.
 
-    `location`: where a list file states the rule. `like`: the argument that the rule names.
+    Args:
+        location: where a list file states the rule; "" if no file does.
+        like: the argument that the rule names, as in `Registration`; "" for other rules.
     """
     described = op_lists.RULES[rule].describe(like)
     note = f"Patched by amp_patch until amp_patch.reset(): {described}, {location or 'registered'}."
@@ -121,15 +127,16 @@ def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = ""
 
 
 class DeferredOps:
-    """The listed ops of one session whose packages are not imported yet. From `open` to `close`, it patches each op
-    when the op's package is imported.
+    """The listed ops of one session whose packages are not imported yet.
+
+    From `open` to `close`, it patches each op when the op's package is imported.
 
     Args:
         oplists: the lists of the session.
         overridden: owner and name of the functions that the user registered; the lists do not apply to them.
         casts: makes the replacements.
         patcher: installs the patches.
-        lock: held while the patcher is at work, because imports happen in any thread.
+        lock: held while ops are patched, because imports happen in any thread.
     """
 
     def __init__(
@@ -163,13 +170,13 @@ class DeferredOps:
             self._watch.watch(".".join(path[:length]) for length in range(1, len(path) + 1))
 
     def close(self) -> None:
-        """Stop patching. Harmless twice."""
+        """Stop patching. A second call does nothing."""
         self._watch.close()
         with self._lock:
             self._spellings.clear()
 
     def patch_module(self, module_name: str) -> None:
-        """Patch the deferred ops of a module that was imported.
+        """Patch the deferred ops of a module that was just imported, and of the modules and classes in it.
 
         Runs inside the user's import. So an op that does not exist or cannot be patched causes a warning, and no error.
         """
@@ -204,16 +211,15 @@ class DeferredOps:
                 logger.warning("%s", message)
 
     def _patch(self, spelling: op_lists.Spelling, owner: Any) -> dict[int, Callable[..., Any]]:
-        """Patch an op. Return its replacement, by the id of the original, or an empty dictionary if the op needs no
-        patch.
-        """
+        """Patch an op. Return {id of the original: its replacement}; empty if the op needs no patch."""
         name, casts = spelling.name, self._casts.choose(spelling.entry)
         if casts is None or (id(owner), name) in self._overridden:
             return {}
         held = vars(owner).get(name)
         for original, replacement in self._patcher.functions():
             if replacement is held:
-                # the module has imported a patched function under this name: without this, it would be patched twice
+                # The module has imported an already patched function under this name. Put the original there first,
+                # because `install` would wrap the replacement a second time.
                 setattr(owner, name, original)
         self._patcher.install(with_second_places([plan_spelling(spelling, owner, casts)]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
@@ -223,12 +229,15 @@ class DeferredOps:
 
 
 def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwitch) -> Callable[..., Any]:
-    """Return a checkpoint function that recomputes in the mode of the forward, whatever region backward runs in."""
+    """Return a checkpoint function that recomputes in the mode of the forward pass, in whatever region backward runs.
+
+    `original` is torch's function, such as `torch.utils.checkpoint.checkpoint`.
+    """
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The first run of `replayed` is the forward, and stores its mode. The mode cannot be read here already, because
-        # `original` may first enter the region that `native` puts around a whole script. But Dynamo cannot trace a
-        # function that stores something, so under Dynamo it is read here.
+        # The first run of `replayed` is the forward, and stores its mode. Reading the mode before `original` runs could
+        # be too early, because `original` may first enter the region that `native` puts around a whole script. Dynamo
+        # cannot trace a `replayed` that stores something, so under Dynamo the mode is read here all the same.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
@@ -245,16 +254,19 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
 
 
 def run_without_casts(original: OpFunction, switch: Switch | ModuleRulesSwitch) -> OpFunction:
-    """Return a replacement that runs a function of torch without casts. It is for a function that torch has written in
-    Python as a series of ops, but which counts as one op.
+    """Return a replacement that runs `original` without casts.
+
+    It is for functions that torch implements in Python by several ops, but that count as one op.
     """
     return run_in_region(original, Mode.OFF, switch)
 
 
 def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
-    """Yield patches of autograd functions and modules whose `forward` is decorated with
-    `torch.amp.custom_fwd(cast_inputs=...)`. As under torch.autocast, their inputs are cast to `cast_inputs`, and their
-    bodies run without casts. Also patch the decorators, for functions that are defined later.
+    """Yield patches for autograd functions and modules whose `forward` is decorated with
+    `torch.amp.custom_fwd(cast_inputs=...)` for the device type of the session.
+
+    As under torch.autocast, their inputs are cast to `cast_inputs`, and their bodies run without casts. Patches of the
+    decorators `custom_fwd` and `custom_bwd` do the same for functions that are decorated during the session.
     """
     yield Patch(torch.amp, "custom_fwd", lambda original: _decorate_forward(original, casts))
     yield Patch(torch.amp, "custom_bwd", lambda original: _decorate_backward(original, casts.switch))
@@ -287,8 +299,9 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class among the bases of `kind` that defines a static method. Return None if there is none, if it is
-    torch.autograd.Function itself, or if the method is not static.
+    """Return the class, `kind` or a base of it, whose definition of `name` counts.
+
+    Return None if that is torch.autograd.Function itself, if the definition is no static method, or if there is none.
     """
     for owner in kind.__mro__:
         if name in vars(owner):
@@ -298,7 +311,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are defined during the session. They cast inputs only during it."""
+    """Return a `custom_fwd` for functions that are decorated during the session. They cast inputs only during it."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -313,7 +326,7 @@ def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def _decorate_backward(original: Callable[..., Any], switch: Switch | ModuleRulesSwitch) -> Callable[..., Any]:
-    """Return a `custom_bwd` for functions that are defined during the session."""
+    """Return a `custom_bwd` for functions that are decorated during the session."""
 
     def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         def decorate(bwd: Any) -> Any:
@@ -328,7 +341,7 @@ def _decorate_backward(original: Callable[..., Any], switch: Switch | ModuleRule
 def _cast_as_decorated(original: OpFunction, casts: OpCasts, dtype: torch.dtype) -> OpFunction:
     """Return a `forward` that casts its inputs to `dtype`, and runs `original` without casts.
 
-    Where no op casts, or in a region of mode FLOAT32, it only calls `original`.
+    While the mode is OFF or FLOAT32, it only calls `original`.
     """
     switch, cast = casts.switch, make_plain_cast(dtype, casts.device_type)
     in_region = run_in_region(original, Mode.OFF, switch)
@@ -357,8 +370,9 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` of recurrent layers that accepts an input in another dtype than the weights, because the
-    patched op casts both later. It still checks shapes.
+    """Return a `check_input` of recurrent layers that accepts an input in another dtype than the weights.
+
+    Such an input is no error, because the patched op casts both later. The shapes are checked as before.
     """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:
@@ -372,8 +386,9 @@ def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[
 
 
 def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[..., Any]:
-    """Return a `torch.jit.script` that runs without patches: it compiles the functions that it finds under torch's
-    names, and can compile only torch's own.
+    """Return a `torch.jit.script` that runs without patches.
+
+    It compiles the functions that it finds under torch's names, and it cannot compile their replacements.
     """
 
     def script(*args: Any, **kwargs: Any) -> Any:
@@ -384,7 +399,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache: it would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache, because it would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():

@@ -1,8 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-The method of a rule, such as `_whitelist`, returns the function `prepare` of an op. For each call of the op, `prepare`
-returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call with
-`out=`, nor in a call of a blacklisted op that names a dtype.
+The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. For each call of the op,
+`prepare` returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call
+with `out=`, nor in a call of a blacklisted op that names a dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,8 +85,9 @@ class OpCasts:
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of weights in the low dtype, or None to cast weights at each use.
         in_float32: computes products, or only attention, in float32. None: the kernels of the low dtype compute all.
-        casts_inside: if a list names a function that is not torch's, let the ops in its body follow its rule, too.
-        autocast: the torch.autocast blocks in which ops cast. None: they cast everywhere.
+        casts_inside: if a list puts a function that is not torch's under a rule, let the ops in its body follow the
+            rule, too.
+        autocast: the torch.autocast blocks in which ops cast. None: ops cast everywhere.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class OpCasts:
         self.to_low = make_plain_cast(low, device_type, is_for_kernels=not self._rounds_operands, takes_opaque=True)
         self.to_float = make_plain_cast(torch.float32, device_type)
         self._plain_to_low = self.to_low  # without the cache
-        self._cached_copies: Mapping[int, ValidEntry] = _NO_ENTRIES  # `valid` and `owned` of the cache, by id
+        self._cached_copies: Mapping[int, ValidEntry] = _NO_ENTRIES  # `cache.valid`, by the id of the weight
         self._cached_weights: Mapping[int, Tensor] = _NO_ENTRIES
         if cache is not None and not self._rounds_operands:  # a cache of rounded copies belongs to `in_float32`
             self.to_low = cache.make_cast(self._plain_to_low)
@@ -173,7 +174,7 @@ class OpCasts:
         """Return the replacement for one of torch's functions, or for a user's function in whose body ops follow their
         own rules.
         """
-        # First wrap `original` in all that must happen after the casts, as `op`. Then wrap `op` in the casts.
+        # `op` is `original`, wrapped in all that must happen after the casts. At the end, the casts wrap `op`.
         op = original
         if self.autocast is not None:
             op = self.autocast.run_without(op, self.switch)
@@ -207,18 +208,18 @@ class OpCasts:
     # ---- rules that cast to one dtype --------------------------------------------------------------------------------
 
     # For speed, the loops of `_whitelist` and `_blacklist` cast ordinary tensors with `convert`, a method in C. The
-    # functions `to_low` and `to_float` test for every special case, and take a Python frame for each tensor. While
-    # Dynamo traces or a dispatch mode is active (`is_fast` is False), they cast all tensors.
+    # functions `to_low` and `to_float` test for every special case, and take a Python frame for each tensor. If
+    # `is_fast` is False (Dynamo traces, or a dispatch mode is active), `to_low` and `to_float` cast all tensors.
 
     def _whitelist(self, original: OpFunction) -> PrepareCall:
-        """Run in the low dtype.
+        """Return a `prepare` for an op that runs in the low dtype.
 
         A call with `inplace=True` runs as it was written: after a cast, it would change the copy. So does a call that
         names another `out_dtype`, because the kernel would refuse low arguments.
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights
-        # under torch.autocast, `to_low` may hold a copy of any leaf that requires a gradient
+        # under torch.autocast, leaves that require gradients go to `to_low`, which may hold copies of them
         may_cache_leaves = self.autocast is not None
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -268,7 +269,7 @@ class OpCasts:
         return prepare
 
     def _blacklist(self, original: OpFunction) -> PrepareCall:
-        """Run in float32, unless the call names a dtype. A call with `inplace=True` runs as it was written, too."""
+        """Return a `prepare` for an op that runs in float32. Calls with a dtype or `inplace=True` run as they are."""
         to_float, convert = self.to_float, get_conversion(float32)
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -332,11 +333,12 @@ class OpCasts:
         return (original, *cast_arguments(args, kwargs, make_plain_cast(uncastable.dtype, self.device_type)))
 
     def _cast_inside(self, rule: OpRule, original: OpFunction) -> PrepareCall:
-        """Cast the arguments of a function that is not torch's, and run whitelisted and blacklisted ops in its body in
-        the same dtype.
+        """Return a `prepare` for a function that is not torch's: cast its arguments, and run the whitelisted and
+        blacklisted ops in its body in the same dtype.
 
-        If such a function calls another, each follows its own rule, also in a region of mode LOW or FLOAT32. A call
-        that names `out` runs as it was written, and so does a call of a blacklisted function that names a dtype.
+        If such a function calls another one, each of the two follows its own rule, also in a region of mode LOW or
+        FLOAT32. A call that names `out` runs as it was written, and so does a call of a blacklisted function that names
+        a dtype.
         """
         if rule.runs_in == "low":
             cast, in_region = self.to_low, run_in_region(original, Mode.LOW, self.switch)
@@ -358,8 +360,8 @@ class OpCasts:
     def _replace_weighted(self, original: OpFunction, general: OpFunction) -> OpFunction:
         """Return a faster replacement for whitelisted ops with (input, weight, bias, ...).
 
-        It looks up weight and bias in the cache itself, and leaves unusual calls to `general`, the replacement that
-        `replace` made. Both give the same results.
+        The faster replacement looks up weight and bias in the cache itself. It leaves unusual calls to `general`, the
+        replacement that `replace` made. Both give the same results.
         """
         switch, low = self.switch, self.low
         plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._cached_copies.get
@@ -406,9 +408,9 @@ class OpCasts:
     # ---- rules under which the dtypes of the arguments decide --------------------------------------------------------
 
     def _cast_to_found(self, original: OpFunction, find_dtype: DtypeFinder, *, in_sequence: bool) -> PrepareCall:
-        """Cast all tensors to the dtype that `find_dtype` finds in a call.
+        """Return a `prepare` that casts the castable tensors of a call to the dtype that `find_dtype` finds in it.
 
-        `in_sequence`: the tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
+        `in_sequence`: these tensors are the items of the first argument, as in `torch.cat(tensors, dim)`.
         """
         casts = {dtype: (make_plain_cast(dtype, self.device_type), get_conversion(dtype)) for dtype in CASTABLE}
         device_type = self.device_type
@@ -450,8 +452,8 @@ class OpCasts:
     # ---- rules that cast nothing -------------------------------------------------------------------------------------
 
     def _banned(self, original: OpFunction) -> PrepareCall:
-        """Raise BannedOpError if an argument itself, and not an item of a list, is a 16-bit tensor on a device of the
-        session's type.
+        """Return a `prepare` that raises BannedOpError if an argument is a 16-bit tensor on a device of the session's
+        type. It does not look at the items of a list.
         """
         name = getattr(original, "__name__", str(original))
 
@@ -470,11 +472,11 @@ class OpCasts:
 
 
 def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
-    """Return a faster replacement of `x[index] = values`. It calls torch's own function if nothing has to be cast, and
-    otherwise `general`, the replacement that `replace` made.
+    """Return a faster replacement of `x[index] = values` than `general`, the replacement that `replace` made.
 
-    An index of numbers and slices selects a view, to which torch copies values of any dtype. If an argument has an
-    override, torch's function calls it.
+    The faster one calls torch's own function if nothing has to be cast. For example, an index of numbers and slices
+    selects a view, to which torch copies values of any dtype. Arguments with an override go to torch's function, too,
+    which calls the override.
     """
 
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
@@ -493,5 +495,5 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
 
 
 def _prepare_nothing(original: OpFunction) -> PrepareCall:
-    """Run the op as it was called."""
+    """Return a `prepare` for an op that runs as it is called."""
     return lambda args, kwargs, mode: (original, args, kwargs)

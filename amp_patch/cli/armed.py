@@ -47,14 +47,14 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if given and not arguments.armed:
         arguments.parser.error(f"--{next(iter(given))} needs --armed")
     options = {**_DEFAULTS, **given}
-    # a rank that looks would skip a step which the others take
+    # a rank with a bad loss skips at once; with N above 1, the other ranks may not look in that step, and take it
     if options["then"] == "skip" and options["every"] > 1:
         arguments.parser.error("--then skip needs --every 1: ranks have to skip the same steps")
     return options
 
 
 def watch_in_place(arguments: argparse.Namespace) -> dict[str, object] | None:
-    """Return the arguments of `recording.record` for `run --armed`; None without --armed."""
+    """Return the arguments of `recording.record` for `run --armed`; None without --armed. Report usage errors."""
     options = read_options(arguments)
     if not arguments.armed:
         if arguments.json is not None:

@@ -16,12 +16,12 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("before", type=Path, metavar="BEFORE", help="a recording or a contract")
-    parser.add_argument("after", type=Path, metavar="AFTER", help="another one")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="another recording or contract, to compare it with")
     parser.usage = "%(prog)s BEFORE AFTER"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs. Return 0 if nothing does, 1 if something does, and 2 if the files cannot be compared."""
+    """Print the differences. Return 0 if there are none, 1 if there are some, 2 if the files cannot be compared."""
     from ..insight.checking import describe_files
 
     try:

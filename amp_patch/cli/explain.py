@@ -1,4 +1,4 @@
-"""`amp-patch explain`: shows for each op of a script in which precision it ran, by which rule, and its casts.
+"""`amp-patch explain`: shows the precision in which each op of a script ran, the rule that decided it, and the casts.
 
 The script runs unmodified, as under `amp-patch run`, until the steps to record have ended.
 """
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script and print the recording. Return 0, or 1 if the script failed.
+    """Run the script and print its recording. With --from, print a file instead. Return 0, or 1 if the script failed.
 
     Raises SessionError if nothing was recorded, and KeyboardInterrupt after Ctrl-C.
     """
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_ops(watched, first, last)
     if arguments.json is not None:
         write_all(recordings, arguments.json)
-    # of several processes, the one that raised is of interest
+    # of several processes, print the first that raised an explained exception, or else the first process
     recording = next((each for each in recordings if each.raised), recordings[0])
     if not recording.ops:
         print_report(format_raised(recording.raised[0], recording.run))
@@ -107,12 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\nthe script ended after {len(recording.steps)} of {last - first} steps")
     if watched.is_interrupted:
         raise KeyboardInterrupt
-    # 1 also if the script has failed in these steps without an explained exception, or while it was ended after them
+    # a script may also fail without an explained exception; one that the command ended after its steps has code 0
     return int(code != 0)
 
 
 def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
-    """Raise SessionError, with the reason, unless the first process recorded an op, or any process an exception."""
+    """Raise SessionError, with the reason, unless there is an op of the first process or an explained exception."""
     code, recordings = watched.code, watched.recordings
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if has_ops or any(recording.raised for recording in recordings):
@@ -137,8 +137,10 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
 
 
 def _hint_at_steps(taken: list[int], first: int) -> str:
-    """Return advice on --steps for a script that failed before the asked steps; "" if no step is known, or if it
-    came to the step before the first asked one.
+    """Return the advice to record the step in which the script failed, if it failed long before the asked steps.
+
+    `taken`: the number of steps that each process took before the failure. Return "" if it is empty, or if the script
+    failed in the step right before step `first`, or later.
     """
     last = max(taken, default=0)
     return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""

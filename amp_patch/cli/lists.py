@@ -1,6 +1,7 @@
 """`amp-patch lists`: shows op lists, checks list files, compares lists, explains the rules of an op, and starts a list.
 
-Exit codes: 0 no fault or difference, 1 a list has faults or two lists differ, 2 a list cannot be read or used.
+Exit codes: 0: no fault or difference. 1: a list has faults, or two lists differ. 2: a list cannot be read or used, or
+an argument is wrong.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""`amp-patch lists show`: prints the merged lists."""
+"""`amp-patch lists show`: prints the merged lists.
+
+The *spellings* of an entry are the functions that its name means, such as `torch.exp` and `Tensor.exp` for `exp`.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -69,7 +72,7 @@ def _show(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -
 def _show_rules(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -> Iterator[str]:
     """Yield each rule with its entries.
 
-    After `except` come the spellings that an entry names, but that another entry, of a later file, decides.
+    A row ends with `except` and the spellings that its entry names, but that an entry of a later file decides.
     """
     by_entry = _by_entry(lists)
     for rule in config.op_rules.RULE_KEYS:

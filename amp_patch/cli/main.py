@@ -4,6 +4,7 @@ only if the command line names it, so `amp-patch --help` needs no torch.
 Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown without a traceback), or reports a problem
 or a difference; 2 the command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after
 SIGTERM. `check`, `diff`, `lists` and `trace` also return 2 if they could not judge the script, the files or the list.
+`run` ends with the exit code of the script.
 """
 
 import argparse
@@ -118,7 +119,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _terminable() -> Iterator[list[int]]:
     """Context manager: SIGTERM ends a command as Ctrl-C does, so that its script ends too, and results are kept.
 
-    Yields a list, to which each SIGTERM that is received is added.
+    Yields a list that gets an item for each SIGTERM that is received. Outside of the main thread, no handler is set.
     """
     received: list[int] = []
 

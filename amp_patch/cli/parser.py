@@ -18,8 +18,9 @@ _PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
 
 
 def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
-    """Return one form of a usage text as lines of at most `width` characters. A part in brackets is not split, even if
-    it is longer.
+    """Return one form of a usage text as lines of at most `width` characters.
+
+    A part in brackets stays on one line, even if the line becomes longer, and so does a word.
     """
     lines: list[str] = []
     line = ""
@@ -33,14 +34,17 @@ def wrap_usage(form: str, width: int, indent: str = "    ") -> list[str]:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fits a help text into the terminal, and into `WIDTH` characters. An epilog of several lines keeps them."""
+    """Wraps a help text at the width of the terminal, or at `WIDTH` characters if the terminal is wider.
+
+    Descriptions and epilogs of several lines keep their lines.
+    """
 
     def __init__(self, prog: str, **options: Any) -> None:
         options.setdefault("width", min(WIDTH, shutil.get_terminal_size((WIDTH, 0)).columns))
         super().__init__(prog, **options)
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None) -> str:
-        """Wrap a usage text that a command gives, which argparse would print as it is."""
+        """Wrap the usage text that a command gives. argparse would print it as it is."""
         if usage is None or usage is argparse.SUPPRESS:
             return super()._format_usage(usage, actions, groups, prefix)
         prefix = "usage: " if prefix is None else prefix
@@ -60,7 +64,7 @@ class Parser(argparse.ArgumentParser):
     """Reports unknown arguments, and suggests an option or a choice that the user may have meant.
 
     Attributes:
-        rest_hint: the end of the error about unknown arguments, if no known option has a similar name.
+        rest_hint: text at the end of the error about unknown arguments, used if no known option has a similar name.
         examples: command lines that the help ends with.
     """
 
@@ -119,7 +123,8 @@ class Parser(argparse.ArgumentParser):
     def _find_unknown(self) -> list[str]:
         """Return the unknown long options on the command line.
 
-        Returns none if a subparser or a script takes the rest of the line, because they may be its options.
+        Returns an empty list if a subparser or a script takes the rest of the line, because unknown options may be its
+        own.
         """
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in self._actions):
             return []

@@ -1,7 +1,7 @@
-"""The part of a command that runs in the process of its script. It applies op lists to torch.autocast, waits for the
-first session, and records with a probe.
+"""The part of a command that runs in the process of its script. It applies op lists to torch.autocast, and
+from the first session on, it records the run with a probe (`insight.runs.Probe`).
 
-`sitecustomize` imports it when Python starts. It imports no torch before the script does.
+`sitecustomize` imports this module when Python starts, so the module must not import torch before the script does.
 """
 
 import atexit
@@ -34,18 +34,18 @@ STOPPED = "stopped"
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
 WIDENED: empty; the script failed after it got float32 where it asks for 16 bits. STOPPED: empty; a rank waits for the
-command to end all of them.
+command to end all ranks.
 """
 
 _PROGRESS_SECONDS = 1.0
-_LONGEST_WAIT = 60.0  # seconds that a rank waits for the command to end it, which takes the command six
-_TROUBLE = 1  # exit code of a script that an armed run has stopped
+_LONGEST_WAIT = 60.0  # seconds that a rank waits until the command ends it; the command needs about six
+_TROUBLE = 1  # exit code of a script that `run --armed` has stopped
 _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
 """Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
 
 _USE_ARMED = (
-    "amp_patch: torch cannot run this function while each op is watched, as `explain`, `trace` and `compare` do."
-    " `amp-patch run` and `amp-patch trace --armed` watch no ops"
+    "amp_patch: torch cannot run this function while each op is watched. `explain`, `trace` and `compare` watch each"
+    " op; `amp-patch run` and `amp-patch trace --armed` do not"
 )
 _SPAWN = "torch.multiprocessing.spawn"
 
@@ -106,7 +106,8 @@ class _ProbeStarter(events.Watcher):
 
         if self._folder is not None and self._probe.ends_alone and find_rank() is not None:
             Path(self._folder, STOPPED).touch()
-            # If this rank ended, others would wait for it for ever. If it went on, it might overwrite a checkpoint.
+            # This rank waits: if it ended, others would wait for it for ever, and if it went on, it might overwrite a
+            # checkpoint.
             time.sleep(_LONGEST_WAIT)  # the command ends all ranks meanwhile
         raise SystemExit(0 if self._folder is not None else _TROUBLE)
 
@@ -126,7 +127,7 @@ class _ProbeStarter(events.Watcher):
         file.with_suffix(".part").replace(file)
 
     def _write_in_place(self, recording: "Recording") -> None:
-        """Write the recording of this rank to the file that the user has named. A full disk is only reported."""
+        """Write the recording of this rank to the file that the user has named. An OSError is only printed."""
         file, rank = self._file, recording.run.rank
         if file is None:
             return
@@ -218,8 +219,8 @@ def _report_no_region(takeovers: list[Any], process_id: int, folder: str | None,
     """Report at the exit of a script that it trained without any mixed precision that the command could change.
 
     If the run is recorded, the error goes to the file `NO_REGION`. Otherwise it is printed, and the exit code becomes
-    1. A Python that the script started keeps its exit code, unless it is a rank of a launcher or a process of
-    multiprocessing: another program may well train in float32. A script that failed has reported its own error.
+    1. Another program that the script started keeps its exit code, because it may well train in float32; a rank of a
+    launcher and a process of multiprocessing belong to the script. After an uncaught exception, nothing is reported.
     """
     has_failed = getattr(sys, "last_value", None) is not None
     if not takeovers or os.getpid() != process_id or has_failed:
@@ -293,7 +294,7 @@ def _explain_in_processes(starter: _ProbeStarter) -> None:
 
     def run(process: multiprocessing.process.BaseProcess) -> None:
         state = vars(process)
-        # torch's own target catches the exceptions of the function that it is given
+        # torch's target catches the exceptions of the function that it is given, so wrap that function, too
         if getattr(state.get("_target"), "__module__", "") == _SPAWN:
             function, *more = state["_args"]
             state["_args"] = explained(function), *more

@@ -1,4 +1,7 @@
-"""`ScriptRunner`: runs a script in another process, where a probe watches it, for the commands that use `insight`."""
+"""`ScriptRunner`: runs a script in another process, for the commands that use `insight`.
+
+A probe of `insight`, such as a recorder or a tracer, watches the script in that process, and writes a recording.
+"""
 
 import argparse
 import contextlib
@@ -28,19 +31,19 @@ if TYPE_CHECKING:
     from ..insight.runs import Run
 
 TAIL = 20
-"""The number of last lines that are shown of a quiet script that fails."""
+"""If a script whose output is hidden fails without a traceback, this number of its last lines is shown."""
 
 _POLL_SECONDS = 0.5
 _ENDED = "amp-patch: the run is over, and all its ranks were ended (the launcher reports that as signal 15)"
 _GRACE_SECONDS = 5.0  # for other ranks to write their recordings, after the run is over
-_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process, steps
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.jsonl")  # rank, process ID, number of steps
 
 
 class WatchedRun(NamedTuple):
     """The result of a run of a script.
 
     Attributes:
-        code: the exit code of the script.
+        code: the exit code of the script; 0 if the command ended it, and -SIGINT after Ctrl-C.
         steps, recordings: the number of steps and the recording of each process that wrote a recording, in the order of
             their ranks.
         was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
@@ -108,7 +111,7 @@ def describe_command(arguments: argparse.Namespace) -> str:
 
 
 def check_is_named(arguments: argparse.Namespace) -> None:
-    """Report a usage error if no script is named and an option has taken one for its FILE: `--write train.py`."""
+    """Report a usage error if an option has taken the script for its FILE: `--write train.py` without a script."""
     if arguments.script or arguments.module or arguments.rest:
         return
     for name, value in vars(arguments).items():
@@ -117,8 +120,10 @@ def check_is_named(arguments: argparse.Namespace) -> None:
 
 
 class ScriptRunner:
-    """Runs the script that a command line names. The level of a single run replaces the command line's, and its
-    lists come on top.
+    """Runs the script that a command line names.
+
+    Each call runs it with the settings of a `Run`. If the `Run` has a level, this replaces the level of the command
+    line. If it has lists, these are added to the lists of the command line.
 
     Reports a usage error for a script that does not exist, or options that cannot be used together.
 
@@ -143,7 +148,7 @@ class ScriptRunner:
         if arguments.everywhere and arguments.has_level:
             run_command.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)
         run_command.check_command(arguments.parser, self._command)
-        folder = Path(self._command[0])  # `run` leaves it to Python, which says less
+        folder = Path(self._command[0])  # `amp-patch run` leaves the error to Python
         if self._command[0] != "-m" and folder.is_dir() and not (folder / "__main__.py").is_file():
             arguments.parser.error(f"{folder} is a folder without a __main__.py: name a script in it")
         check_lists(arguments.parser, "--lists", *arguments.lists)
@@ -164,7 +169,8 @@ class ScriptRunner:
     def __call__(self, run: "Run") -> "Recording":
         """Run the script, and return the recording of its first process.
 
-        Raises RunFailedError if the script fails or opens no session, and KeyboardInterrupt after Ctrl-C.
+        Raises RunFailedError if the script fails or nothing was recorded, NoRegionError if it trained without mixed
+        precision, and KeyboardInterrupt after Ctrl-C.
         """
         from ..insight.runs import NO_STEP, RunFailedError
 
@@ -195,7 +201,7 @@ class ScriptRunner:
         with run_folder as folder, self._redirect(run, folder) as scratch:
             level = run.settings.opt_level or self._opt_level
             lists = [*self._lists, *run.settings.lists]
-            # a run in float32 casts nothing, so it gets no region around the whole script
+            # --everywhere casts the ops of the whole script, in runs that cast ops and need no loss scale
             has_casts = bool(lists) if level is None else get_level(level).fits_whole_script
             python_arguments, environment = run_command.prepare(
                 self._command,
@@ -242,7 +248,7 @@ class ScriptRunner:
             elif log is not None:
                 self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
             recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
-            # if any process made a recording, another one may well train in float32
+            # it is no error if only some processes train in mixed precision
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
         steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
@@ -250,7 +256,7 @@ class ScriptRunner:
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
-        """Context manager: make the folder for the files that a run writes. They are kept if the run has a name.
+        """Context manager: make the folder for the files that a run writes. The files are kept if the run has a name.
 
         Yields the arguments of `scratch.redirect`, or None for a run that writes its files in place.
         """
@@ -289,7 +295,7 @@ def _name_run(run: "Run", level: str | None) -> str:
 
 
 class _StepCounter:
-    """Shows the steps of a quiet run on a terminal: one line on stderr, which is rewritten. Shows none elsewhere.
+    """Shows on stderr how many steps a run has taken, in one line that is rewritten. Only on a terminal.
 
     Args:
         name: the name of the run, at the start of the line.
@@ -316,7 +322,7 @@ class _StepCounter:
         self._write(line[: shutil.get_terminal_size().columns - 1])
 
     def clear(self) -> None:
-        """Remove the line. Harmless twice."""
+        """Remove the line, if there is one."""
         if self._length:
             self._write("")
             print(end="\r", file=sys.stderr, flush=True)
@@ -338,10 +344,10 @@ def _read(folder: str) -> "list[tuple[int, Recording]]":
 
 
 def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool], log: Path | None = None) -> int:
-    """Run a process to its end, or until soon after `is_over` returns True, and return its exit code.
+    """Run a process and return its exit code. End it soon after `is_over` returns True; the code then is 0.
 
-    The terminal sends Ctrl-C to the process too; a SIGTERM of this process is passed on to it. After either, the
-    returned code is `-SIGINT`.
+    The terminal sends Ctrl-C to the process too; a SIGTERM of this process is passed on to it. If the process ends
+    after either, the returned code is `-SIGINT`.
 
     Args:
         log: a file for the output of the process; None lets it write to the output of this process.

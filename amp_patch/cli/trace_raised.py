@@ -1,4 +1,4 @@
-"""`amp-patch trace --fix` for a script that raises because of dtypes: the list with which it goes on."""
+"""`amp-patch trace --fix` for a script that raises an exception because of dtypes: finds a list that prevents it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -20,9 +20,10 @@ def merge_entries(entries: Iterable[str]) -> list[str]:
 
 
 class Choices:
-    """The entries of a list, one for each call that raised.
+    """A list with one entry for each call that raised. A call is an op at a line of the script.
 
-    If a call raises again with its entry, the next choice for it takes the place of the entry.
+    The entry is the first of the `choices` of the call's `RaisedRecord`. If the call raises again, its next choice
+    replaces the entry.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Choices:
         return merge_entries(self._chosen.values())
 
     def add(self, raised: "RaisedRecord") -> bool:
-        """Choose an entry for a call that raised. Return False if none is left."""
+        """Choose the next entry for a call that raised. Return False if no choice is left."""
         key = raised.op, raised.site
         left = self._left.setdefault(key, list(raised.choices))
         if not left:
@@ -45,13 +46,14 @@ class Choices:
 
 
 Again = Callable[[Sequence[str]], "RaisedRecord | None"]
-"""Runs the script with these lines of a list, and returns the exception that is left."""
+"""Runs the script with these lines of a list, and returns the exception that it still raises, or None."""
 
 
 def find_entries(raised: "RaisedRecord", run_again: Again) -> "RaisedRecord | None":
-    """Run the script again with a list against an exception, and with one more entry for each that follows.
+    """Run the script again with a list against the exception `raised`, then with a list against further exceptions.
 
-    Return the exception that is left; None if the list is enough.
+    Return None once a list prevents all exceptions. Return the exception that is left if it has no choice left, or
+    after `ROUNDS` lists.
     """
     choices = Choices()
     left: RaisedRecord | None = raised

@@ -1,4 +1,4 @@
-"""A run of a script under `amp-patch trace`: what its recordings say, and the lines that the command prints of them."""
+"""`TracedRun`: a run of a script under a tracer. It prints the report of `amp-patch trace`."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes: a value does not fit, or another fault is reported; the script could not be checked."""
+"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: nothing could be checked."""
 
 
 class TracedRun:
@@ -36,7 +36,7 @@ class TracedRun:
 
     @property
     def faults(self) -> "list[tuple[FaultRecord, Recording]]":
-        """The faults to report in order, each with its recording."""
+        """The faults of all processes, each with its recording, sorted by `_order`."""
         pairs = [(fault, recording) for recording in self.watched.recordings for fault in recording.faults]
         return sorted(pairs, key=lambda pair: _order(pair[0]))
 
@@ -64,7 +64,7 @@ class TracedRun:
 
     @property
     def _checked(self) -> int:
-        """The number of steps that were checked; 0 or less for none. See `_steps_before` for steps that are not."""
+        """The number of steps that were checked; 0 or less for none."""
         return max(self.watched.steps, default=0) - max(self._first, self._steps_before)
 
     @property
@@ -105,7 +105,7 @@ class TracedRun:
             print_report(format_quiet(lost, recording.run), [False])
 
     def print_raised(self) -> None:
-        """Print the exception that ended the script, if dtypes explain it."""
+        """Print the first exception that dtypes explain, and the quiet losses, unless `print_faults` prints them."""
         from ..insight import format_raised
 
         for raised, recording in self.raised[:1]:
@@ -143,15 +143,17 @@ class TracedRun:
             notes = note_float32(self.watched.recordings[0])
             print_report("\n".join([f"every value fits, in {count_of(fitting, 'step')}", *notes]), [is_good])
             self.print_quiet()
-            if not self.is_interrupted:
-                return FAULT if self.quiet else 0
-        elif self.quiet:  # weights may be changed by hand, without an optimizer
+            code = FAULT if self.quiet else 0
+        elif self.quiet:  # the script has failed, or no step was checked: it may change weights without an optimizer
             self.print_quiet()
-            return FAULT
+            code = FAULT
+        else:
+            code = TROUBLE
         if self.is_interrupted:
             raise KeyboardInterrupt
-        print_error(self._prog, "failed", self._describe_end())
-        return TROUBLE
+        if code == TROUBLE:
+            print_error(self._prog, "failed", self._describe_end())
+        return code
 
     def _describe_end(self) -> str:
         """Return how the script ended: before a step could be checked, or with an error."""
@@ -171,9 +173,10 @@ class TracedRun:
 
 
 def _order(fault: "FaultRecord") -> tuple[int, bool, bool]:
-    """Return the key that sorts the faults of several ranks, the likeliest cause of the others first.
+    """Return the sort key of a fault: the step, and in a step, the likeliest cause of the other faults first.
 
-    A rank may have received a bad value from another rank; such a fault comes after the fault of that other rank.
+    A fault that a rank may have received from another rank comes after the other faults of its step, and last if its
+    module is unknown.
     """
     may_be_received = fault.may_come_from_another_rank
     return fault.step, may_be_received, may_be_received and fault.origin.module is None
@@ -186,7 +189,10 @@ def run_traced(
     last: int | None,
     settings: Settings | None = None,
 ) -> TracedRun:
-    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None."""
+    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None.
+
+    The script is ended soon after its first fault, or after an exception that dtypes explain.
+    """
     from ..insight.runs import Run
 
     options = {
@@ -196,7 +202,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # The files that repeated runs write go to a folder of this name. Each run replaces the files of the run before.
+    # If the runner redirects the files of the script, they go to a folder of this name, over those of the last run.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

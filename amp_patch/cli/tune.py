@@ -1,4 +1,4 @@
-"""`amp-patch tune`: finds a list that keeps few modules or ops of a script in float32, within a tolerance.
+"""`amp-patch tune`: finds a list that keeps as few modules or ops of a script in float32 as a tolerance allows.
 
 The script runs unmodified, as under `amp-patch run`, for a few steps: in float32, with each list to try, and under a
 tracer.
@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, and write or print the list. Return 0 if it meets the tolerance, or if no list is needed, and if
-    no fault remains in the traced steps, else 1.
+    """Tune, and write or print the list. Return 0 if no fault remains in the traced steps, and the list meets the
+    tolerance or none is needed. Otherwise return 1.
 
     After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
     raises KeyboardInterrupt.

@@ -1,4 +1,4 @@
-"""Reads and checks the values of options: levels, op lists, numbers, files. Declares an option of several commands.
+"""Reads and checks the values of options: levels, op lists, numbers, files. Declares --wide, which commands share.
 
 torch is imported only to read the content of op lists, and the levels of the file that AMP_PATCH_PRESETS names.
 """
@@ -14,7 +14,7 @@ from ..tables import WIDTH
 
 
 def opt_level(text: str) -> str:
-    """Return the name of a level that exists: a shipped one, or one of the presets file in AMP_PATCH_PRESETS."""
+    """Return `text` if a level has this name: a shipped level, or one of the file that AMP_PATCH_PRESETS names."""
     known = tuple(level.name for level in config.levels.read_levels())
     if text in known:
         return text
@@ -37,9 +37,10 @@ def get_level(name: str) -> "config.levels.Level":
 
 
 def oplist(text: str) -> str:
-    """Return the name of a shipped list, or the absolute path of a file that exists, each with any `@version` after it.
+    """Return `text` if it names a shipped list, else the absolute path of the file, which must exist.
 
-    The path is absolute because scripts change their working directory. The content is checked later, by `check_lists`.
+    A suffix `@version` is kept. The path is absolute because scripts change their working directory. The content is
+    checked later, by `check_lists`.
     """
     try:
         path = config.list_names.locate(text, Path.cwd())
@@ -60,7 +61,7 @@ def check_lists(parser: argparse.ArgumentParser, option: str, *lists: str) -> No
         # `oplist` returns files as absolute paths; shipped lists need no check
         if os.path.isabs(name):
             try:
-                # on top of a shipped list, because a file that extends none is used on top of the script's lists
+                # a file that extends no list is used on top of the script's lists; here a shipped list stands for them
                 config.load_oplists(("apex", name))
             except AmpError as error:
                 parser.error(f"argument {option}: {error}")
@@ -98,10 +99,11 @@ def new_file(text: str) -> Path:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """Return the first step of a range such as `1:3`, and the first step after the range."""
+    """Return the first step of a range such as `1:3`, and the first step after the range. `1` means `1:2`."""
     if text.isdecimal():
         return int(text), int(text) + 1
     first, _, last = text.partition(":")
     if not first.isdecimal() or not last.isdecimal() or int(last) <= int(first):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: write 1:3 for steps 1 and 2, or 1 for one")
+        problem = f"{text!r} is not a range of steps"
+        raise argparse.ArgumentTypeError(f"{problem}: write 1:3 for steps 1 and 2, or 1 for step 1 alone")
     return int(first), int(last)

@@ -34,9 +34,9 @@ _MODULES = ("explain", "levels", "list_names", "op_arguments", "op_lists", "op_n
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use, because most modules of this wing import torch.
+    """Return a name; its module is imported at the first use of the name.
 
-    Commands that need only the names of lists and levels start without it.
+    Most modules of this package import torch. Commands that need only the names of lists and levels do not.
     """
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")

@@ -1,5 +1,7 @@
 """Explains op lists, for `amp-patch lists explain` and `lists diff`: the rules that an op follows, with the entries of
 lists that decide, and the differences between two lists.
+
+A *spelling* is a function that the name of an op means, such as `torch.exp` and `Tensor.exp` for `exp`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +26,8 @@ class Ruling:
             write in place, it may differ from the rule of the entry.
         entry: the entry that puts them under a rule; None if no list names them.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package, or module of torch, that has the spellings, if it is not imported yet. The rule has no
-            effect before the import. Otherwise None.
+        package: the package, or module of torch, that must be imported before the rule has an effect. None if the
+            functions exist already.
     """
 
     spellings: tuple[str, ...]
@@ -59,9 +61,10 @@ class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
     `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
-    module rule, `op` is "modules" and its chooser, and `left` and `right` are "low" or "float32", or "unlisted" where
-    the rule is missing. If only the order of module rules differs, `op` is "modules", and `left` and `right` are the
-    rules in order. `spellings` is empty for module rules, and for an op that the running torch lacks.
+    module rule, `op` is "modules" and the chooser, which says to which modules the rule applies; `left` and `right` are
+    "low" or "float32", or "unlisted" where the rule is missing. If only the order of module rules differs, `op` is
+    "modules", and `left` and `right` are the rules in order. `spellings` is empty for module rules, and for an op that
+    the running torch lacks.
     """
 
     op: str
@@ -130,7 +133,7 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield what each version of torch changed in a shipped list, the oldest version first."""
+    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first."""
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
     bounds: set[tuple[int, int]] = set()
@@ -145,7 +148,7 @@ def find_changes(name: str) -> Iterator[Change]:
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
-    """Yield the differences on ops that the running torch lacks. Lists may be read for another version of torch."""
+    """Yield the differences on ops that the running torch lacks, as in lists that are read for another version."""
     left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
     right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
     for op in {**left_rules, **right_rules}:

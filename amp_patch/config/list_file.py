@@ -42,7 +42,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-"""Ops that write running statistics: two of their arguments. They cannot be whitelisted."""
+"""Ops that write to two of their arguments, the running statistics. They cannot be whitelisted."""
 
 
 # ---- errors and warnings ---------------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
-        """Return the text of a warning if the bounds leave out every existing and supported torch, else None."""
-        # a list may be ahead of the running torch by a minor version, but not by a major one
+        """Return the text of a warning if no torch that exists and is supported is within the bounds, else None."""
+        # a torch that is newer than the running one by a minor version may exist; by a major version, it does not
         if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
@@ -371,7 +371,7 @@ def _read_like(node: Node, rule: OpRule, path: Path) -> str:
 
 
 def _read_field(name: str, node: Node, path: Path) -> str:
-    """Return the value of any key of an entry except `op` and `like`."""
+    """Return the value of the key `name` of an entry: `why`, `since`, `until` or `optional`."""
     if name == "why":
         return read_text(node, path, name)
     if name == "optional":
@@ -386,8 +386,8 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     """Return the name of an op, after checking its form. Whether torch has the op is checked later."""
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        # The user has named a kernel, such as aten::mm. As aten.mm it passes here, and `refuse_kernel` then raises an
-        # error that says which function to name.
+        # The user has named a kernel, such as aten::mm. As aten.mm, the name has a valid form. Later, `refuse_kernel`
+        # raises an error that says which function to name instead.
         name = name.replace("::", ".")
     if not NAME.fullmatch(name):
         # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`

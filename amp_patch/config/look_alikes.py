@@ -23,6 +23,9 @@ _LETTERS = {
     **dict(zip("οανΑΒΕΖΗΙΚΜΝΟΡΤΥΧ", "oavABEZHIKMNOPTYX", strict=True)),
 }
 
+# invisible characters that Unicode counts as letters, marks or symbols: fillers, and the variation selectors of emoji
+_INVISIBLE = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0") | frozenset(map(chr, range(0xFE00, 0xFE10)))
+
 _LATIN = re.compile("[A-Za-z]")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _WORD = re.compile(r"\w+")
@@ -46,7 +49,7 @@ def find_look_alike(text: str) -> tuple[int, str] | None:
 def _find_ascii(character: str) -> str | None:
     """Return the ASCII form of a character: "A" for a wide A, "" for an invisible character, None if there is none."""
     # format characters (such as a zero-width space), and the separators of lines and paragraphs
-    if unicodedata.category(character) in ("Cf", "Zl", "Zp"):
+    if unicodedata.category(character) in ("Cf", "Zl", "Zp") or character in _INVISIBLE:
         return ""
     # NFKC replaces wide letters, ligatures and special spaces by the characters that they stand for
     plain = unicodedata.normalize("NFKC", character)

@@ -1,11 +1,11 @@
-"""Module rules: they run a part of a model in the low dtype, or in float32.
+"""Reads module rules. A module rule runs a part of a model in the session's 16-bit dtype (`low`), or in float32.
 
-Inputs are cast where they enter the part. At O1 and O4, all whitelisted and blacklisted ops in it run in this dtype. At
-the levels that cast the model, the weights of the part have it.
+Inputs are cast to the rule's dtype where they enter the part. At O1 and O4, all whitelisted and blacklisted ops in the
+part run in that dtype. At the levels that cast the model, the weights of the part have that dtype.
 
-docs/lists.md describes the key `modules` of list files. A rule chooses modules by name or by class, and covers these
-modules and everything inside them. If several rules cover a module, the last one counts; rules of later files come
-later. Looking up a class imports nothing: a class whose package is not imported has no instances in a model.
+Rules stand under the key `modules` of list files (docs/lists.md). A rule chooses modules by name or by class, and
+covers these modules and everything inside them. If several rules cover a module, the last one counts; rules of later
+files come later. Looking up a class imports nothing: a class whose package is not imported has no instances in a model.
 """
 
 import difflib
@@ -50,7 +50,7 @@ class ModuleRule:
     column: int
 
     def chooses(self, name: str, module: nn.Module) -> bool:
-        """Return whether the rule chooses this module itself. The modules inside a chosen one are covered without it.
+        """Return whether the rule chooses this module. (It covers the modules inside, whether it chooses them or not.)
 
         `name` is the qualified name of the module, such as "encoder.0.norm"; "" for the model.
         """
@@ -64,10 +64,7 @@ class ModuleRule:
         return self.pattern.fullmatch(name) is not None
 
     def find_problem(self) -> str | None:
-        """Return the text of an error if the rule can choose no module, else None.
-
-        A class that a later import may define is no error.
-        """
+        """Return the text of an error if `type` names no module class, and no later import can define it. Else None."""
         if self.pattern is not None:
             return None
         return _find_problem(self.chooser)
@@ -110,7 +107,7 @@ def read_module_rule(node: Node, path: Path, diagnostics: Diagnostics) -> Module
 
 
 def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
-    """Return `match`, a glob or `re:` and a regular expression, as a compiled regular expression."""
+    """Compile `match`, which is a glob, or "re:" and a regular expression. Raises OpListError if it is not valid."""
     try:
         if match.startswith("re:"):
             return re.compile(match.removeprefix("re:"))
@@ -121,9 +118,9 @@ def _compile(match: str, node: Node, path: Path) -> "re.Pattern[str]":
 
 
 def _translate(glob: str) -> str:
-    """Return a regular expression for a glob, to match names with a dot after every part, as in `encoder.0.norm.`.
+    """Return a regular expression for a glob. The names to match must have a dot at the end: `encoder.0.norm.`.
 
-    The dot at the end lets `**` match any number of parts, also none.
+    So every part of a name has a dot after it, and `**` can match any number of parts, also none.
     """
     translated = ""
     for part in glob.split("."):

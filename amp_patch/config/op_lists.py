@@ -56,8 +56,8 @@ class Spelling:
 
     Attributes:
         owner: the module or class that has the function; None while its package is not imported.
-        owner_name: its dotted name, such as "torch.Tensor".
-        name: the name of the function in it, such as "exp".
+        owner_name: the dotted name of the owner, such as "torch.Tensor".
+        name: the name of the function there, such as "exp".
         rule: the rule that the function follows. If it writes to its first argument (`exp_`), this may be another rule
             than that of the entry: see `_find_rule`.
         entry: the entry of a list that puts the function under a rule.
@@ -90,7 +90,7 @@ class OpLists:
         modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
-        neutral: functions that a later file took off their list, by an entry under `neutral`.
+        neutral: functions that an entry under `neutral` took off their list.
         other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
@@ -338,8 +338,8 @@ class Overlay:
     ) -> dict[SpellingKey, object | None]:
         """Return the spellings of an entry with their owners; no spellings if torch lacks the op.
 
-        Raises OpListError if the op is missing and may not be, or if an earlier entry of the same file means the same
-        spelling. `named` and `missing` are the variables of `_merge`, so far.
+        Raises OpListError if the op is missing and may not be, if it lacks the argument that the entry names, or if an
+        earlier entry of the same file means the same spelling. `named` and `missing` hold these earlier entries.
         """
         try:
             owners = find_spellings(entry.op, may_be_missing)
@@ -431,7 +431,7 @@ class Overlay:
         `keys`: its spellings. `named`: the spellings of earlier entries of the same file.
         """
         if self._may_be_overlay and not self._spellings:
-            return  # the file extends no other; the user may combine it with lists that are unknown here
+            return  # no earlier file lists ops; the user may combine this file with lists that are unknown here
         listed = {**self._spellings, **named}
         if not any(key in listed or _get_key_of_op(key) in listed for key in keys):
             self._warn(entry, f"{entry.op!r} is neutral, but it was on no list")
@@ -450,7 +450,7 @@ class Overlay:
                 self._warn(entry, f"{entry.op!r} is on {entry.rule} without this entry, {reasons[0]}")
 
     def _explain_redundant(self, key: SpellingKey, entry: OpEntry, named: Mapping[SpellingKey, Spelling]) -> str | None:
-        """Return what gives a spelling the rule of `entry` also without `entry`; None if it would follow another rule.
+        """Return why a spelling follows the rule of `entry` also without `entry`; None if it would follow another rule.
 
         For example, "by 'exp' at /path/to/base.yaml:4:5".
         """

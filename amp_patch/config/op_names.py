@@ -48,7 +48,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
 
     Args:
         op: a name as in a list file, such as "exp", "torch.fft.rfft" or "F.softmax".
-        may_be_missing: return no spellings for an op that torch, or an imported package, does not have.
+        may_be_missing: return an empty dict, and raise no error, if torch or an imported package lacks the op.
 
     Raises OpListError, without a location, if no rule can apply to the name, or if the op is missing and may not be.
     """
@@ -84,7 +84,7 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
 
 @functools.lru_cache(maxsize=4096)
 def _candidates(owner_name: str, name: str) -> tuple[tuple[SpellingKey, object], ...]:
-    """Return every spelling that a name could have, with the owner that would have it. torch has only some of them."""
+    """Return every spelling that a name could have, each with its owner. The owner may lack the function."""
     if owner_name:
         return (((owner_name, name), NAMESPACES[owner_name]),)
     keys: list[SpellingKey] = []
@@ -168,7 +168,8 @@ def get_names(op: str) -> tuple[str, ...]:
 def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
     """Return the spellings of an op's in-place twins: `exp_` for `exp`, `index_put_` and `__setitem__` for `index_put`.
 
-    Operators have none. A twin that ends with `_out` has an additional first argument, the tensor that it writes to.
+    Operators, in-place ops and functions of other packages have none. Modules of torch outside `NAMESPACES` may also
+    have a twin such as `exp_out`, whose additional first argument is the tensor that it writes to.
     """
     owner_name, name = key
     if name.endswith("_") or owner_name.partition(".")[0] != "torch":
@@ -186,7 +187,7 @@ def inplace_twins(key: SpellingKey) -> tuple[SpellingKey, ...]:
 
 
 def get_name_of_op(name: str) -> str:
-    """Return the name of the op whose in-place twin may have this name: `exp` for `exp_`, and for `exp` itself."""
+    """Return the name of the op for the name of its in-place twin (see `is_inplace`): `exp` for `exp_` or `exp_out`."""
     if name == SET_ITEM:
         name = "index_put_"
     return name.removesuffix("_").removesuffix("_out")
@@ -196,7 +197,7 @@ def get_op(key: SpellingKey) -> str:
     """Return the name under which reports show the op of a spelling: "exp" for ("torch", "exp") and ("torch", "exp_").
 
     It is a bare name, or a dotted name if no bare name means the spelling. An in-place twin is shown under the name of
-    its op, and an alias under the first name of its group.
+    its op, and an alias under the first name of its group in `ALIASES_OF`.
     """
     owner_name, name = key
     candidates = [name]
@@ -235,7 +236,7 @@ def is_augmented(name: str) -> bool:
 
 
 def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -> dict[SpellingKey, object | None]:
-    """Do what `find_spellings` does, for a name in another package, or in a module of torch not in `NAMESPACES`."""
+    """Return the result of `find_spellings` for a name of another package, or of a torch module not in `NAMESPACES`."""
     try:
         if owner_name.partition(".")[0] == "torch":
             return {(owner_name, name): torch_modules.find_in_module(op, owner_name, name)}
@@ -252,10 +253,9 @@ def _find_elsewhere(op: str, owner_name: str, name: str, may_be_missing: bool) -
 
 
 def find_deferred(owner_name: str, name: str) -> object | None:
-    """Return the owner of a function whose package was not imported yet when its list was read.
+    """Look again for the owner of a function whose package was not imported yet when its list was read. Import nothing.
 
-    Return None if a later import may still define the function. Raises OpListError, without a location, if none can.
-    Imports nothing.
+    Return None if only a later import may define the function. Raise OpListError, without a location, if none can.
     """
     op = f"{owner_name}.{name}"
     path = owner_name.split(".")
@@ -271,8 +271,8 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
     """Return the owner of `op`, a name outside torch, or None if a later import may define it.
 
     For the op "flash_attn.flash_attn_func", `path` is ["flash_attn"] and `name` is "flash_attn_func". Raises
-    OpListError if the name means something else than a function of the package. Runs no code of the package:
-    `getattr_static` calls no `__getattr__` and no descriptor.
+    OpListError if the name does not exist, or means something else than a function of the package. Runs no code of the
+    package: `getattr_static` calls no `__getattr__` and no descriptor.
     """
     package = path[0]
     is_foreign = package in sys.stdlib_module_names or package == "amp_patch"
@@ -299,7 +299,7 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
 def _follow_path(op: str, path: list[str]) -> object | None:
     """Return the module or class at a dotted path, or None if a later import may define it.
 
-    Raises OpListError if the path leads through something else than modules and classes of one package.
+    Raises OpListError if a part does not exist, or is something else than a module or class of the package.
     """
     length = count_imported(path)
     if not length:

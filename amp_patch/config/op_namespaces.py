@@ -138,7 +138,7 @@ def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | Non
     if not callable(value) or type(value).__module__ == "typing":
         return "not a function"
     if isinstance(value, types.FunctionType):
-        # the original of a replacement: a replacement has the `__module__` of its original, but is never a builtin
+        # judge the original of a replacement: the replacement is a Python function, even if the original is a builtin
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
     # functions only: a mock, whose class is in the standard library, stands for a function of torch

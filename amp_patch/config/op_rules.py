@@ -43,12 +43,14 @@ class OpRule(StrEnum):
         summary: the rule in a few words; `{low}` stands for the low dtype.
         meaning: the comment above the rule's key in a new list file. Empty for a rule that is no key of list files.
         example: an entry of a list file.
-        runs_in: "low" or "float32" if the rule casts every argument to that dtype. Regions and module rules override
-            such a rule. Empty if the dtypes of the arguments decide, or if nothing is cast.
-        opt_outs: the names of arguments that switch the rule off: a call that passes one of them is not cast.
+        runs_in: "low" or "float32" if the rule casts arguments to that dtype. Such a rule does not apply inside a
+            module with a rule of its own, nor in other code that runs in one dtype. Empty if the dtypes of the
+            arguments decide, or if nothing is cast.
+        opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,
+            nothing is cast.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
-        covers_writes: an op that writes to its first argument follows this rule. Otherwise such an op follows
-            `match_self` in its place, because a cast of the first argument would make the op write to a copy.
+        covers_writes: the rule also holds for ops that write to their first argument. If False, such ops follow
+            `match_self` instead, because a cast of the first argument would make them write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
         takes_argument: an entry names an argument of the op (`like`), and the other arguments are cast to its dtype.
         may_run_low: an op may run in 16 bits because of the rule. If it then overflows, taking it off the list may
@@ -198,4 +200,4 @@ RULES: dict[str, OpRule] = {str(rule): rule for rule in OpRule}
 """Every rule, by its name."""
 
 RULE_KEYS = tuple(rule for rule in OpRule if rule.meaning)
-"""The rules that are keys of a list file, in their order."""
+"""The rules that are keys of a list file, in the order of `OpRule`."""

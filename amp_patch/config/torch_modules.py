@@ -34,7 +34,7 @@ _WITHOUT_OPS = {
     ),
 }
 _REASONS = {f"torch.{name}": reason for reason, names in _WITHOUT_OPS.items() for name in names.split()}
-"""Modules of torch whose functions are not ops, each with what its functions do, for errors."""
+"""Modules of torch whose functions are not ops, each with a phrase for errors that says what its functions do."""
 
 _DEFINITION = re.compile(r"^(def|class) (\w+)", re.MULTILINE)
 
@@ -142,7 +142,7 @@ def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
     if inspect.isgeneratorfunction(function):
         return "a context manager"
     annotations = [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
-    # without an annotation, the first argument may be a tensor
+    # a first argument without an annotation may be a tensor
     may_be_tensor = bool(annotations) and annotations[0] is inspect.Parameter.empty
     if may_be_tensor or any("Tensor" in str(annotation) for annotation in annotations):
         return None

@@ -1,4 +1,4 @@
-"""Rules of the doctor about the state of amp, and of a GradScaler, in checkpoints."""
+"""Rules of `amp-patch doctor` about the state of amp, and of a GradScaler, in checkpoints."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from .tree import function_of, text_of
     """,
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     # without a call such as torch.save, the state may serve another purpose than a checkpoint
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_amp(script, "state_dict")
@@ -42,7 +42,7 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_amp(script, "load_state_dict")
     if call is not None:
         message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
@@ -50,11 +50,11 @@ def loads_without_amp(script: Script) -> Iterator[Fault]:
 
 
 def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method` in a script that does not do the same with amp's loss scale.
+    """Return the first call of an optimizer's `method`, if the script does not save or load amp's loss scale likewise.
 
-    `method` is "state_dict" or "load_state_dict". Returns None if there is no such call, if the script does not train
-    with amp, or if the loss scale is not dynamic. A script saves or loads the loss scale if it calls amp's function of
-    the same name, or reads `loss_scalers`.
+    `method` is "state_dict" or "load_state_dict". A script saves or loads the loss scale if it calls amp's function of
+    the same name, or reads `loss_scalers`. Returns None if it does, if there is no such call, if the script does not
+    train with amp, or if the loss scale is not dynamic.
     """
     keeps_scale = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_training = bool(script.initializations or script.blocks)
@@ -67,7 +67,7 @@ def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
             continue
         frame = script.frame(call)
         if isinstance(frame, ast.FunctionDef) and frame.name == method:
-            continue  # the method of a wrapper, which calls the method of the optimizer in it
+            continue  # the class of a wrapper: its `state_dict` calls the one of the wrapped optimizer
         values = script.values_of(text_of(receiver))
         # an object that was loaded from a file is not an optimizer of this run
         if not any(isinstance(value, ast.Call) and function_of(value) == "load" for value in values):
@@ -88,7 +88,7 @@ def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
     """,
 )
 def state_before_initialize(script: Script) -> Iterator[Fault]:
-    """amp has no state before `initialize`, so the call raises SessionError; in many scripts only when they resume."""
+    """amp has no state before `initialize`, so the call raises SessionError. Often only a resumed run makes it."""
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(initialization, call) for initialization in script.initializations)
         is_before = any(script.is_before(call, initialization) for initialization in script.initializations)
@@ -123,7 +123,7 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
     """,
 )
 def saves_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_scaler(script, "state_dict")
         if call is not None:
@@ -156,7 +156,7 @@ def saves_without_scaler(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial one, and skips steps until the scale fits."""
+    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_scaler(script, "load_state_dict")
     if call is not None:
         message = "the optimizer's state is loaded but not the GradScaler's: the run skips steps until its scale fits"
@@ -164,15 +164,15 @@ def loads_without_scaler(script: Script) -> Iterator[Fault]:
 
 
 def _grade(script: Script) -> Severity:
-    """Return the severity: "note" if the GradScaler may be disabled, as for bfloat16, because it has no state then."""
+    """Return "note" if the GradScaler may be disabled, as for bfloat16: then it has no state. Else return "warning"."""
     return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method` in a script that does not call the GradScaler's.
+    """Return the first call of an optimizer's `method`, if the script does not call the method of the GradScaler.
 
-    `method` is "state_dict" or "load_state_dict". Returns None if there is no such call, or if no GradScaler steps the
-    optimizer.
+    `method` is "state_dict" or "load_state_dict". Returns None if the script may do so, if there is no such call, or if
+    no GradScaler steps the optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps:
@@ -185,7 +185,7 @@ def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
     if any("scaler" in text.lower() and "." not in text for text in passed):
         return None
     for call, receiver in script.method_calls(method):
-        # a copy of a state in memory is no checkpoint
+        # `a.load_state_dict(b.state_dict())` copies a state, and loads no checkpoint
         is_copy = any(isinstance(value, ast.Call) and function_of(value) == "state_dict" for value in call.args)
         if text_of(receiver) in stepped and not is_copy:
             return call

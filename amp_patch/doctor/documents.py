@@ -8,21 +8,22 @@ import tokenize
 import warnings
 from pathlib import Path
 
-_MAGIC = re.compile(r"\s*(?:[!?]|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
+_MAGIC = re.compile(r"\s*(?:!(?!=)|\?|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
 """A line that only IPython understands: `%magic`, `!command`, `names = !command`, `name?`.
 
-A line that begins with `%` and a space, such as `% 3`, continues an expression of Python.
+A line that begins with `%` and a space, such as `% 3`, or with `!=`, continues an expression of Python.
 """
 
 _COMMANDS = re.compile(
-    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less|pip|conda)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+    r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less)(?:\s+[-\w./~$*\"'][^=()]*)?$"
+    r"|\s*(?:pip|conda|mamba|uv)\s+(?!(?:in|is|if|and|or|not)\b)[a-z]"
 )
 """A command that IPython runs without `%` or `!`, such as `cd ..`, unless a variable has that name."""
 
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
 """The beginning of a cell that holds Python: no magic for the whole cell, or one that runs the cell as Python.
 
-`%%bash`, for example, does not.
+`%%bash`, for example, is not such a beginning.
 """
 
 
@@ -30,7 +31,8 @@ class Document:
     """A file of code as one text. For a notebook, it knows the cell of each line.
 
     Args:
-        path: the file. Raises OSError, SyntaxError, ValueError or LookupError if it is neither source nor a notebook.
+        path: the file. Raises OSError, SyntaxError, ValueError, LookupError or RecursionError if it is neither source
+            nor a notebook.
 
     Attributes:
         text: the code.
@@ -58,7 +60,7 @@ class Document:
         return self._cells[line - 1]
 
     def _read_notebook(self, data: bytes) -> str:
-        """Return the code of a notebook, with `pass` in place of magics, and without cells that are no Python."""
+        """Return the code of a notebook, with `pass` in place of magics. Leave out cells that are no valid Python."""
         try:
             code_cells = [cell for cell in json.loads(data)["cells"] if cell.get("cell_type") == "code"]
             # the source is one text, or a list of lines
@@ -85,7 +87,7 @@ class Document:
 def _without_magics(text: str) -> list[str]:
     """Return the lines of a cell, with `pass` in place of magics."""
     lines = []
-    magic_goes_on = False  # whether the line before was of a magic, and ends with a backslash
+    magic_goes_on = False  # whether the line before belongs to a magic, and ends with a backslash
     for line in _dedent(text).split("\n"):
         # a command without an argument, such as `ls`, may be a variable
         is_command = _COMMANDS.match(line) is not None and " " in line.strip()

@@ -1,4 +1,4 @@
-"""`Flow`: which dtype an expression of a script may have, as far as the text of the script shows it."""
+"""`Flow`: finds the dtypes that an expression of a script may have, as far as the text of the script shows them."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -47,8 +47,14 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
+"""Nodes with arms, which a run may skip."""
+
 _MAX_DEPTH = 6
 """The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
+
+
+_UNKNOWN = ast.Constant(None)
+"""Stands for a value that the script does not show. It is no dtype."""
 
 
 class Origin(NamedTuple):
@@ -108,7 +114,7 @@ class Flow:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
         For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for further dtypes
-        that the script does not show. The list is empty if it shows none, as for a device.
+        that the script does not show. The list is empty if the script shows no dtype, as for a device.
         """
         if node is None or depth > _MAX_DEPTH:
             return []
@@ -117,7 +123,7 @@ class Flow:
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._find_in_name(node, depth)
         if isinstance(node, ast.IfExp):
-            return self.find_dtypes(node.body, depth + 1) + self.find_dtypes(node.orelse, depth + 1)
+            return self._find_in_values([node.body, node.orelse], depth)
         if isinstance(node, ast.Subscript):
             return self._find_in_table(node, depth)
         if isinstance(node, ast.Call) and text_of(node.func) == "getattr" and len(node.args) > 1:
@@ -134,6 +140,10 @@ class Flow:
         if not values:
             # an argument of a function is not the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
+        return self._find_in_values(values, depth)
+
+    def _find_in_values(self, values: Sequence[ast.expr], depth: int) -> list[str]:
+        """Return the dtypes that one of several values may mean."""
         dtypes_of_values = [self.find_dtypes(value, depth + 1) for value in values]
         dtypes = [dtype for of_value in dtypes_of_values for dtype in of_value]
         # a value without a known dtype, such as the result of a function, may be any dtype
@@ -146,15 +156,15 @@ class Flow:
 
         If `key` is a constant, only the value at this key counts, else every value of the dict.
         """
-        dtypes = []
+        values: list[ast.expr] = []
         for table in [node.value, *self._values_of(node.value)]:
             if not isinstance(table, ast.Dict):
                 continue
             for key, value in zip(table.keys, table.values, strict=True):
                 are_constants = isinstance(key, ast.Constant) and isinstance(node.slice, ast.Constant)
                 if not are_constants or ast.dump(key) == ast.dump(node.slice):  # type: ignore[arg-type]
-                    dtypes += self.find_dtypes(value, depth + 1)
-        return dtypes
+                    values.append(value)
+        return self._find_in_values(values, depth)
 
     def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
         """Return the dtypes among the arguments of a call: `dtype=...`, or in `**options`.
@@ -213,22 +223,40 @@ class Flow:
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
         """Yield the values that `config.dtype` may have from a dataclass or from an argument parser.
 
-        These are the values of `dtype: str = "bf16"` in the body of a class, and the default of
+        These are the values of the field `dtype: str = "bf16"` of a class, and the default of
         `add_argument("--dtype", ...)`.
         """
         for outer in self._script.nodes:
             if isinstance(outer, ast.ClassDef):
                 for statement in outer.body:
                     if isinstance(statement, ast.AnnAssign) and text_of(statement.target) == name and statement.value:
-                        yield statement.value
+                        yield from self._find_field(outer.name, name, statement.value)
         for call in self._calls.get("add_argument", ()):
             flag = call.args[0] if call.args else None
             if isinstance(flag, ast.Constant) and str(flag.value).lstrip("-").replace("-", "_") == name:
-                # the flag, which is no dtype, stands for the unknown value that a user may give
-                yield from (argument_of(call, "default") or flag, flag)
+                default = argument_of(call, "default")
+                if default is not None:
+                    yield default
+                yield _UNKNOWN  # the value that a user may give
+
+    def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
+        """Yield the values that calls of a class in the script pass for a field, and the default of the field.
+
+        The default is left out if all calls pass the field.
+        """
+        calls = self._calls.get(class_name, [])
+        passed = [argument_of(call, name) for call in calls]
+        yield from (value for value in passed if value is not None)
+        if not calls or None in passed:
+            yield default
+        if any(call.args for call in calls) or self._may_get_others(class_name):
+            yield _UNKNOWN
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the values that calls in the script pass for the argument `name` of a function, and its default."""
+        """Yield the values that calls in the script pass for the argument `name` of a function, and its default.
+
+        The default is left out if all calls pass the argument.
+        """
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -253,6 +281,29 @@ class Flow:
         is_always_passed = bool(passed) and None not in passed
         if name in defaults and not is_always_passed:
             yield defaults[name]
+            if not passed or self._may_get_others(called_name):
+                yield _UNKNOWN
+
+    def _may_get_others(self, called_name: str) -> bool:
+        """Return whether a function or class may get arguments that the script does not show.
+
+        That is so if a call has `*args` or `**kwargs`, or if another function gets it, such as a parser of the command
+        line in `tyro.cli(Config)`.
+        """
+        for call in self._calls.get(called_name, ()):
+            if any(isinstance(argument, ast.Starred) for argument in call.args):
+                return True
+            if any(keyword.arg is None for keyword in call.keywords):
+                return True
+        return called_name in self._names_given
+
+    @cached_property
+    def _names_given(self) -> frozenset[str]:
+        """The names that are arguments of calls, such as `Config` in `tyro.cli(Config)`."""
+        given: list[ast.expr] = []
+        for call in self._script.calls:
+            given += [*call.args, *(keyword.value for keyword in call.keywords)]
+        return frozenset(argument.id for argument in given if isinstance(argument, ast.Name))
 
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
@@ -308,16 +359,23 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor."""
+        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor.
+
+        A call of it in the module or in the same function overrides the calls before it, unless an `if` may skip it.
+        """
+        here, module = self._script.frame(maker), self._script.tree
+        calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        for call in self._script.calls_of("torch.set_default_dtype"):
-            is_here = self._script.frame(call) is self._script.frame(maker)
-            if is_here and not self._script.is_before(call, maker):
+        # calls in the same function come last, because the module and other functions run theirs earlier
+        for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
+            frame = self._script.frame(call)
+            if frame is here and not self._script.is_before(call, maker):
                 continue
-            dtypes = self.find_dtypes(argument_of(call, "d", 0))
-            if is_here:
-                origins = []  # the last call before the maker counts
-            origins += [Origin(dtype, call) for dtype in dtypes]
+            if (frame is here or frame is module) and not self._is_conditional(call, maker):
+                origins = []
+            elif not origins:
+                origins = [Origin("", maker)]
+            origins += [Origin(dtype, call) for dtype in self.find_dtypes(argument_of(call, "d", 0))]
         return origins
 
     def _follow_name(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
@@ -381,7 +439,7 @@ class Flow:
         return casts
 
     def _is_conditional(self, event: ast.AST, at: ast.AST) -> bool:
-        """Return whether an event may be skipped before `at`: an `if` or `try` holds it, but not `at`."""
+        """Return whether an event may be skipped before `at`: an `if`, `try` or `match` holds it, but not `at`."""
         for outer, field in self._script.around(event):
             is_arm = isinstance(outer, _SPLITS) and field in ("body", "orelse", "handlers", "cases")
             if is_arm and not position(outer) <= position(at) < end(outer):

@@ -28,6 +28,7 @@ class LowDtype:
     """The speed of products (matrix products, convolutions, ...) in a 16-bit dtype on a device.
 
     Attributes:
+        name: "float16" or "bfloat16".
         verdict: "fast" or "slow", compared with float32, or "unknown".
         evidence: the reason for the verdict.
     """
@@ -39,7 +40,12 @@ class LowDtype:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device for tensors. `name` is such as "cuda:0 NVIDIA H100" or "cpu AVX512"."""
+    """A device for tensors.
+
+    Attributes:
+        name: the device and its model, such as "cuda:0 NVIDIA H100" or "cpu AVX512".
+        low_dtypes: its speed in float16 and bfloat16.
+    """
 
     name: str
     low_dtypes: tuple[LowDtype, ...]
@@ -52,6 +58,7 @@ class ApexInstall:
     Attributes:
         kind: "none"; "with amp" or "without amp" for NVIDIA's; "stand-in" for amp_patch's; "other".
         location: its folder, or its file; None if there is no package, or if it is only in memory.
+        version: from its metadata; None if it has none.
     """
 
     kind: str
@@ -61,7 +68,13 @@ class ApexInstall:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine, as the report describes it. `malloc` is advice on the memory of the C library, or ""."""
+    """The machine, as the report describes it.
+
+    Attributes:
+        python, amp_patch: their versions.
+        versions: the version of each other package that amp_patch needs; None if it is not installed.
+        malloc: advice on the memory of the C library, or "".
+    """
 
     python: str
     amp_patch: str
@@ -90,7 +103,7 @@ def _version(distribution: str) -> str | None:
 
 
 def get_devices() -> Iterator[Device]:
-    """Yield the devices, accelerators first."""
+    """Yield all CUDA devices, or else the current accelerator if there is one; and last the CPU."""
     import torch
 
     from ..hardware import cpu_flags, has_low_products
@@ -109,10 +122,10 @@ def get_devices() -> Iterator[Device]:
 
 
 def rate_gpu(capability: tuple[int, int] | None) -> tuple[LowDtype, ...]:
-    """Return how fast each 16-bit dtype is on an NVIDIA GPU, from its compute capability, such as (8, 0).
+    """Return how fast each 16-bit dtype is on an NVIDIA GPU with this compute capability, such as (8, 0).
 
-    NVIDIA's matrix units (tensor cores) compute in float16 from 7.0 on, and in bfloat16 from 8.0 on. Of another
-    accelerator, for which `capability` is None, the speed is unknown.
+    NVIDIA's matrix units (tensor cores) compute in float16 from 7.0 on, and in bfloat16 from 8.0 on. `capability` is
+    None for another accelerator: its speed is unknown.
     """
     if capability is None:
         return tuple(LowDtype(name, "unknown", "not an NVIDIA GPU: measure it") for name in LOW_DTYPES)
@@ -130,8 +143,8 @@ def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype
     """Return how fast each 16-bit dtype is on a CPU.
 
     Args:
-        flags: the names of the CPU's 16-bit instructions, such as "avx512_bf16".
-        fast_dtypes: the dtypes in which it computes matrix products with such instructions.
+        flags: the names of the CPU's instructions for 16 bits, such as "avx512_bf16".
+        fast_dtypes: the dtypes in which the CPU computes matrix products with such instructions.
     """
     instructions = ", ".join(flags) or "no instructions for 16 bits"
     rated = []
@@ -148,8 +161,8 @@ class Advice(NamedTuple):
 
     Attributes:
         text: the advice, with the reason.
-        levels: the 16-bit levels that it recommends; none if it recommends float32.
-        low: the short name of their dtype; "" without levels.
+        levels: the 16-bit levels that the text recommends; empty if it recommends O0 (float32), or to measure.
+        low: the 16-bit dtype of these levels, "bf16" or "f16"; "" if there are none.
     """
 
     text: str
@@ -190,11 +203,11 @@ def _use_levels(low: str, reason: str) -> Advice:
 
 
 def describe_malloc(device: Device, library: str, environment: Mapping[str, str]) -> str:
-    """Return the advice to set two variables of glibc for a training on a CPU. Return "" if it does not apply.
+    """Return the advice to set two environment variables of glibc for a training on a CPU, or "" if it does not apply.
 
-    glibc returns freed memory to the system, which then has to clear it for the next tensor. With the variables, a step
-    of a small network takes 0.7 to 0.95 of the time, with amp and without (measured with torch 2.13.0 on a CPU with
-    AVX512_BF16).
+    glibc returns freed memory to the system, which then has to clear it for the next tensor. With these variables, a
+    step of a small network takes 0.7 to 0.95 of the time that it takes without, with amp and without amp (measured with
+    torch 2.13.0 on a CPU with AVX512_BF16).
 
     Args:
         device: the first device. On an accelerator, tensors do not use the memory of the C library.
@@ -240,7 +253,7 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return the findings about installed packages."""
+    """Return a finding about the installed package `apex`, in a list; an empty list unless `kind` is "other"."""
     apex = find_apex()
     if apex.kind != "other":
         return []

@@ -1,4 +1,4 @@
-"""Rules of the doctor about optimizers that step on 16-bit weights, and averages of weights in 16 bits."""
+"""Rules of `amp-patch doctor` about optimizers that step on 16-bit weights, and averages of weights in 16 bits."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
 _MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
-"""A script without these words makes no value in 16 bits itself."""
+"""A script whose code makes values in 16 bits has one of these words."""
 
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
@@ -20,12 +20,14 @@ _KEEPS_UPDATES = re.compile(
     r"|get_peft_model|mark_only_lora|add_adapter|inject_adapter|peft_config|prepare_model_for_kbit|cast_training_params",
     re.IGNORECASE,
 )
-"""Names in scripts that do not lose small updates: they keep float32 copies of the weights (masters), use Kahan sums or
-stochastic rounding, or train only a few new weights, such as LoRA's.
+"""If a script has one of these names, its training may keep small updates even with 16-bit weights.
+
+For example, it has float32 copies of the weights (masters), uses Kahan sums or stochastic rounding, or trains only a
+few new weights, such as LoRA's.
 """
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
-"""Trainers that make torch's AdamW for the weights of the model, in whatever dtype these are."""
+"""Classes that make an AdamW of torch for the model's weights, and keep these in the dtype that they have."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
@@ -35,14 +37,15 @@ _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)
 
 
 def may_be_low(script: Script) -> bool:
-    """Return whether a script may make values in 16 bits itself."""
+    """Return whether the code of a script may make values in 16 bits."""
     return "torch" in script.text and _MAY_BE_LOW.search(script.text) is not None
 
 
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
-    """Return the severity and the message of a fault.
+    """Return the severity and the message of a fault about a value in 16 bits.
 
-    It is a warning if the value has 16 bits in every run, else a note that begins with "if the dtype is bfloat16: ".
+    The fault is a warning if the value has 16 bits in every run. Else it is a note, whose message says at which dtype:
+    "if the dtype is bfloat16: ...".
     """
     if verdict.is_certain:
         return "warning", message
@@ -100,7 +103,10 @@ def steps_on_low_weights(script: Script) -> Iterator[Fault]:
 
 
 def _find_true_precisions(script: Script) -> Iterator[Fault]:
-    """Yield a fault for each trainer of Lightning that casts the model: `Trainer(precision="bf16-true")`."""
+    """Yield a fault for each Lightning `Trainer(precision="bf16-true")`, or "16-true", which casts the whole model.
+
+    The same holds for a `Fabric(...)` that may train.
+    """
     for call in script.calls:
         precision = argument_of(call, "precision")
         if function_of(call) not in ("Trainer", "Fabric") or not isinstance(precision, ast.Constant):
@@ -115,7 +121,7 @@ def _find_true_precisions(script: Script) -> Iterator[Fault]:
 
 
 def _may_train(script: Script, fabric: ast.Call) -> bool:
-    """Return whether a Fabric, made by the call `fabric`, may train; it may also only load and evaluate a model."""
+    """Return whether the Fabric that the call `fabric` makes may train, and does not only load or evaluate a model."""
     names = {assignment.target for assignment in script.assignments if assignment.value is fabric}
     if any("." in name for name in names):
         return True  # an attribute, which any method may use
@@ -131,10 +137,10 @@ def _may_train(script: Script, fabric: ast.Call) -> bool:
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
-    """Yield each optimizer of torch.optim as (name of its class, its last step, the models that it may train).
+    """Yield each optimizer of torch.optim as (name of its class, `_last_step_of` it, the models that it may train).
 
-    Also yields each trainer of transformers or trl whose `train` is called, because it makes such an optimizer itself:
-    (name of its class, the call that makes it, [its model]). Leaves out optimizers that are passed to `initialize`.
+    Also yield each trainer of transformers or trl whose `train` is called, because it makes such an optimizer itself:
+    (name of its class, the call that makes it, [its model]). Leave out optimizers that are passed to `initialize`.
     """
     trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
     for call in script.calls:
@@ -191,7 +197,7 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 
 
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
-    """Return the last step in the function that makes the optimizer; if there is none, the call that makes it.
+    """Return the last call of a method `step` in the function that makes the optimizer, or else the call that makes it.
 
     A cast of the model after this step does not matter: it prepares the trained model for its use.
     """
@@ -201,9 +207,9 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
 
 
 def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
-    """Return whether all weights that train may be float32, although the model is cast to 16 bits.
+    """Return whether all weights that train may be in float32, although the model is cast to 16 bits.
 
-    That may be so if the script freezes weights, or casts a part of the model or some weights back to float32.
+    They may be if the script freezes weights, or casts a part of the model or some weights back to float32.
     """
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):
@@ -243,8 +249,8 @@ def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round that to nothing,
-    and the average keeps its first value.
+    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round most of these
+    moves to nothing, and the average hardly leaves its first value.
     """
     if not may_be_low(script):
         return

@@ -13,7 +13,7 @@ from .rules import SEVERITIES, Finding
 
 _MARGIN = "    "  # before the advice of a finding
 
-# the text of the report for each `kind` of `ApexInstall`
+# what the report says of each `kind` of `ApexInstall`
 _APEX = {
     "none": "not installed",
     "with amp": "NVIDIA's, with amp",
@@ -25,16 +25,16 @@ _APEX = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings in `file_count` files, and the machine; None if it was not examined."""
+    """The findings in `file_count` files, and the machine. `machine` is None if the machine was not examined."""
 
     findings: Sequence[Finding]
     file_count: int
     machine: Machine | None = None
 
     def as_text(self, *, with_notes: bool = False) -> str:
-        """Return a summary, the lines about the machine (advice first of all), and the findings.
+        """Return the advice on a level, a summary, a table about the machine, and the findings, in this order.
 
-        Without `with_notes`, notes are only counted.
+        Advice and table are left out if the machine was not examined. Without `with_notes`, notes are only counted.
         """
         lines = [*self._summarize(with_notes=with_notes)]
         if self.machine is not None:
@@ -46,7 +46,10 @@ class Report:
         return "\n".join(lines)
 
     def _summarize(self, *, with_notes: bool) -> Iterator[str]:
-        """Yield the number of findings of each severity, and a line about notes that are not shown."""
+        """Yield a line with the number of findings of each severity, and a line about notes that are not shown.
+
+        Without files and findings there is no first line, and without such notes no second line.
+        """
         counts = Counter(finding.severity for finding in self.findings)
         shown = [count_of(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]
         if self.file_count or self.findings:

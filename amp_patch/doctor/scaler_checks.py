@@ -1,4 +1,4 @@
-"""Rules of the doctor about torch.amp.GradScaler."""
+"""Rules of `amp-patch doctor` about torch.amp.GradScaler."""
 
 import ast
 from collections.abc import Iterator
@@ -47,15 +47,15 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
 
 
 def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `scaler.step` uses the gradients of a loss that is not scaled, in every run with a scale."""
+    """Return whether `scaler.step` uses the gradients of an unscaled loss in every run whose GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_be_without_scale(loss, step) or flow.may_be_without_scale(step, loss):
         return False
-    # the gradients may have served a step in between, or have been zeroed
+    # another step may have used the gradients already, or a call may have zeroed them
     if any(flow.between([*flow.plain_steps, *flow.steps, *flow.zeroings], loss, step)):
         return False
-    # in another loop, it is a pass before the training, and not of it
+    # a backward pass in another loop is usually no part of the training that `step` belongs to
     return script.loop_around(loss) is script.loop_around(step)
 
 
@@ -80,8 +80,8 @@ def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: as
     """,
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
-    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's own
-    step uses gradients that are still multiplied by the scale, which starts at 65536, and that may be inf.
+    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. If a script calls
+    the optimizer's own step, it uses gradients that are still multiplied by the scale (65536 at first), and may be inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -95,18 +95,18 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
 
 
 def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `optimizer.step()` uses the gradients of a scaled loss, in every run with a scale."""
+    """Return whether `optimizer.step()` uses gradients of a scaled loss in every run whose GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):
         return False
-    # after one of these, the gradients are other ones
+    # after one of these calls, the step uses other gradients than those of this loss alone
     replacing = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
     return not any(flow.between(replacing, loss, step))
 
 
 def _is_in_scaler_class(script: Script, step: ast.Call) -> bool:
-    """Return whether a step is in a class of the script with "scaler" in its name, which unscales by itself."""
+    """Return whether a step is in a class of the script with "scaler" in its name, which probably unscales itself."""
     around = (outer for outer, _ in script.around(step))
     return any(isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower() for outer in around)
 
@@ -188,8 +188,8 @@ def unscales_twice(script: Script) -> Iterator[Fault]:
     """,
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
-    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights,
-    which torch.autocast casts for the ops that gain from it.
+    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights;
+    torch.autocast casts them for the ops that gain from 16 bits.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
@@ -249,7 +249,7 @@ def zeroes_before_step(script: Script) -> Iterator[Fault]:
 
 
 def _holds_parameters_of(script: Script, optimizer: ast.expr, owner: str) -> bool:
-    """Return whether `owner` is the optimizer, or the model whose parameters the optimizer was made with."""
+    """Return whether `owner` is the optimizer, or a model whose parameters the optimizer was made with."""
     if text_of(optimizer) == owner:
         return True
     values = script.values_of(text_of(optimizer))
@@ -257,7 +257,7 @@ def _holds_parameters_of(script: Script, optimizer: ast.expr, owner: str) -> boo
 
 
 def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> bool:
-    """Return whether `scaler.step` finds no gradients, because `zero_grad` comes between the backward pass and it."""
+    """Return whether `scaler.step` finds no gradients, because `zero_grad` runs between the backward pass and it."""
     loss = flow.find_only_loss(zeroing, step)
     # a step or `unscale_` before the zeroing has recorded the checks, so torch does not raise the error
     return loss is not None and not any(flow.between([*flow.steps, *flow.unscales], loss, zeroing))
@@ -290,7 +290,7 @@ def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> boo
 )
 def scales_bfloat16(script: Script) -> Iterator[Fault]:
     """bfloat16 has the range of float32, so its gradients need no scale. A GradScaler makes each step wait for the
-    device, and skips steps whose gradients would have fitted.
+    device, and skips steps whose gradients would fit without a scale.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:
@@ -330,14 +330,15 @@ def scales_bfloat16(script: Script) -> Iterator[Fault]:
     """,
 )
 def schedules_skipped_steps(script: Script) -> Iterator[Fault]:
-    """GradScaler skips the first steps until its scale fits. A scheduler that goes on meanwhile is a few steps ahead,
-    and torch warns: "Detected call of lr_scheduler.step() before optimizer.step()". It matters in short schedules.
+    """GradScaler often skips the first steps, until its scale fits. A scheduler that counts them is a few steps ahead.
+    If the first step is skipped, torch warns: "Detected call of lr_scheduler.step() before optimizer.step()". The
+    difference matters in short schedules.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or "get_scale" in script.text or "step_was_skipped" in script.text:
         return
     for call, receiver in script.method_calls("step"):
-        # with an argument, an epoch or a metric decides, and the number of calls does not
+        # with an argument, an epoch or a metric decides on the learning rate, and not the number of calls
         if "sched" not in text_of(receiver).lower() or call.args or call.keywords:
             continue
         for step in flow.steps:

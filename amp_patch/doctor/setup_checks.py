@@ -1,4 +1,4 @@
-"""Rules of the doctor about what scripts do with models and optimizers before and after `amp.initialize`."""
+"""Rules of `amp-patch doctor` about what scripts do with models and optimizers before and after `amp.initialize`."""
 
 import ast
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
     """,
 )
 def models_moved_late(script: Script) -> Iterator[Fault]:
-    """`initialize` prepares casts for the device of the model. `scale_loss` refuses a loss on another device."""
+    """`initialize` prepares casts for the type of the model's device. `scale_loss` refuses a loss on any other type."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
-        return  # models are made on their device, so a later move changes nothing
+        return  # models are made on the default device, so a later move changes nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
         for model in parts_of(argument_of(call, "models", 0)):
@@ -40,9 +40,9 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 
 
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
-    """Return whether the last value of a name before a call is surely a model on the CPU.
+    """Return whether the last value of a name before a call is a model on the CPU.
 
-    That is so if a class makes it, as in `Net()`, or `from_pretrained`. Other functions may move the model to a device.
+    It is if a class makes it, as in `Net()`, or if `from_pretrained` does. Other functions may move it to a device.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):
@@ -52,7 +52,7 @@ def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
 
 
 def _is_move(script: Script, call: ast.Call) -> bool:
-    """Return whether a call of `cuda` or `to` moves a model, perhaps away from the CPU."""
+    """Return whether a call of `cuda` or `to` moves a model to a device that may be another than the CPU."""
     if function_of(call) == "cuda":
         return True
     device = argument_of(call, "device", 0)
@@ -102,7 +102,10 @@ def optimizers_made_anew(script: Script) -> Iterator[Fault]:
 
 
 def _find_optimizer_params(name: str, value: ast.expr) -> ast.expr | None:
-    """Return the parameters in an assignment such as `name = Adam(model.parameters())`; None for any other."""
+    """Return the argument with the parameters if `value`, which is assigned to `name`, makes an optimizer. Else None.
+
+    For `optimizer = Adam(model.parameters())`, this is `model.parameters()`.
+    """
     # `optimizer = Wrapper(optimizer)` makes no new optimizer
     if not isinstance(value, ast.Call) or name in names_in(value):
         return None
@@ -127,7 +130,9 @@ def _find_optimizer_params(name: str, value: ast.expr) -> ast.expr | None:
     """,
 )
 def initialize_in_loop(script: Script) -> Iterator[Fault]:
-    """amp_patch ignores a second call with the same arguments. Apex starts again from the initial loss scale."""
+    """`amp_patch.initialize` ignores a second call with the same arguments. Apex's function, and amp_patch's stand-in
+    for it, start again from the initial loss scale.
+    """
     for call in script.initializations:
         statement = script.parent_statement(call)
         loop = script.parent(statement)

@@ -1,4 +1,7 @@
-"""`Tree`: a syntax tree with parents. It knows which of two nodes runs first, and which never run in the same pass."""
+"""`Tree`: a syntax tree with parents. It tells which of two nodes runs first, and which never run in the same pass.
+
+A pass is one run of the body of a function, or of the module.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -30,14 +33,17 @@ def text_of(node: ast.AST) -> str:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    """Return the names and chains of attributes in an expression: `model` and `model.weight` in `f(model.weight)`."""
+    """Return all names and chains of attributes in an expression: `f`, `model` and `model.weight` in `f(model.weight)`.
+
+    A chain that begins with a call or an index also contains it, as in `f(x).y`.
+    """
     return {text_of(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
 
 
 def parts_of(node: ast.expr | None) -> list[ast.expr]:
-    """Return the elements of a list or tuple; of another expression, a list with only it.
+    """Return the elements of a list or tuple; for any other expression, a list that holds only that expression.
 
-    Returns an empty list for a missing argument and for the constant None.
+    Returns an empty list for a missing argument (`node` is None) and for the constant None.
     """
     if node is None or (isinstance(node, ast.Constant) and node.value is None):
         return []
@@ -62,7 +68,7 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. Arms that a constant test turns off (`if False:`) are removed."""
+    """The nodes of a module, with their parents. An arm of an `if` that a constant turns off (`if 0:`) is removed."""
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -106,10 +112,10 @@ class Tree:
         return node
 
     def frame(self, node: ast.AST) -> ast.AST:
-        """Return the innermost function or lambda whose body holds a node, or else the module.
+        """Return the frame of a node: the innermost function or lambda whose body holds the node, or else the module.
 
-        A class is not a frame, because its body runs where it is defined. Decorators and defaults of a function run
-        there, too, so their frame is the one around the function.
+        A class is not a frame, because its body runs where the class is defined. Decorators and defaults of a function
+        also run where the function is defined, so their frame is the one around the function.
         """
         for outer, field in self.around(node):
             if isinstance(outer, _FUNCTIONS) and field == "body":
@@ -117,7 +123,7 @@ class Tree:
         return self.tree
 
     def is_in_loop(self, node: ast.AST) -> bool:
-        """Return whether a node is in the body of a loop, in the same function or class."""
+        """Return whether a node is in the body of a loop that is in the same function or class as the node."""
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False
@@ -126,19 +132,19 @@ class Tree:
         return False
 
     def loop_around(self, node: ast.AST) -> ast.AST | None:
-        """Return the innermost loop around a node, even outside of its function, or None."""
+        """Return the innermost loop around a node, or None. The loop may be outside of the node's function."""
         return next((outer for outer, _ in self.around(node) if isinstance(outer, LOOPS)), None)
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether `first` ends before `second` begins in one pass through the same function or module."""
+        """Return whether both nodes have the same frame, can run in one pass, and `first` comes first in the text."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
 
     def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether a pass that runs the first node does not come to the second.
+        """Return whether a pass that runs `first` leaves before it comes to `second`.
 
-        That is so if the first is in a block without the second, and the block ends with `return`, `raise`, `continue`
-        or `break`.
+        It does if a statement that contains `first` and not `second` holds `first` in a block that ends with `return`,
+        `raise`, `continue` or `break`.
         """
         around_second = {outer for outer, _ in self.around(second)}
         for outer, field in self.around(first):
@@ -168,7 +174,7 @@ class Tree:
                 yield outer, field
             elif field in ("handlers", "cases"):
                 yield outer, child
-            # `else` of a `try` runs after the body, so both are one arm; `finally` runs in any case, so it is no arm
+            # The `else` of a `try` runs after its body, so both are one arm. `finally` always runs, so it is no arm.
             elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer

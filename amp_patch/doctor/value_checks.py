@@ -1,4 +1,4 @@
-"""Rules of the doctor about sums and counts in 16 bits, and about positions and timesteps in 16 bits."""
+"""Rules of `amp-patch doctor` about sums and counts in 16 bits, and about positions and timesteps in 16 bits."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from .script import Script
 from .tree import LOOPS, argument_of, function_of, names_in, text_of
 
 LARGEST = {"float16": 2048, "bfloat16": 256}
-"""A dtype holds all whole numbers up to this one; beyond it, only some."""
+"""A dtype holds all whole numbers from 0 to this one, and only some of the larger ones."""
 
 _FACTORIES = tuple(f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like"))
 _GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
@@ -32,8 +32,8 @@ _GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
     """,
 )
 def grows_in_low(script: Script) -> Iterator[Fault]:
-    """A count in bfloat16 stops at 256, since 256 + 1 rounds to 256; in float16 at 2048. Sums and statistics stop
-    once they are large beside the next addend.
+    """A count in bfloat16 stops at 256, because 256 + 1 rounds to 256; a count in float16 stops at 2048. Sums and
+    statistics stop once the values that are added are too small beside them.
     """
     if not may_be_low(script):
         return
@@ -61,7 +61,7 @@ def _find_made(script: Script) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> bool:
-    """Return whether an expression is a call of one of these functions, or of methods of its result.
+    """Return whether an expression calls one of these functions, or calls methods on the result of one.
 
     For example, `torch.zeros(3).cuda()` is from `torch.zeros`.
     """
@@ -77,8 +77,8 @@ def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> boo
 def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | None:
     """Return the severity of repeated additions to the tensor `target`, which the expression `made` makes.
 
-    None if there are none. If all add to a part of the tensor, such as a window of an image, the severity is "note":
-    each element may get only a few additions.
+    It is "note" if all of them add to a part of the tensor, such as a window of an image, because each element may get
+    only a few additions. Else it is "warning". None if there are no repeated additions.
     """
     growth: Severity | None = None
     for node in script.nodes:
@@ -91,7 +91,10 @@ def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | Non
 
 
 def _adds_to(node: ast.AST, target: str) -> bool:
-    """Return whether a node adds to a tensor: `x += y`, `x = x + y`, `x[i] += y` or `x.add_(y)`."""
+    """Return whether a node adds to the tensor `target`, or subtracts from it.
+
+    It does so by `x += y`, `x = x + y`, `x[i] += y` or `x.add_(y)`.
+    """
     if isinstance(node, ast.AugAssign):
         return isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
     if isinstance(node, ast.Assign):
@@ -102,10 +105,10 @@ def _adds_to(node: ast.AST, target: str) -> bool:
 
 
 def _is_repeated(script: Script, node: ast.AST, target: str, made: ast.expr) -> bool:
-    """Return whether an addition may meet the same element of the same tensor several times."""
+    """Return whether the addition `node` may run several times on the same element of the tensor that `made` makes."""
     is_same_function = script.frame(node) is script.frame(made)
     if not is_same_function:
-        # an attribute outlives each call of the other function; any other name means another tensor there
+        # an attribute, such as `self.total`, is the same tensor in each call; a plain name is another tensor
         return "." in target
     is_in_own_loop = script.is_in_loop(node) and not script.is_in_loop(made)
     return is_in_own_loop and not _adds_once(script, node, made)
@@ -119,9 +122,10 @@ def _adds_to_part(node: ast.AST) -> bool:
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether a loop adds to each element once, as `for i in range(n): x[i] += y` does.
+    """Return whether the loops around an addition add to each element once, as `for i in range(n): x[i] += y` does.
 
-    That is so if the index has the counter of each loop around the addition, except loops in which the tensor is made.
+    They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because
+    each iteration makes a new tensor.
     """
     index_names = set[str]()
     for part in ast.walk(node):
@@ -144,7 +148,7 @@ def _counters_of(loop: ast.AST) -> Iterator[str]:
 
 
 def _root(node: ast.expr) -> str:
-    """Return the tensor that an expression indexes or changes in place: `x` for `x[i]` and `x.mul_(2)`."""
+    """Return the text of the tensor that an expression indexes or changes in place: "x" for `x[i]` and `x.mul_(2)`."""
     while True:
         if isinstance(node, ast.Subscript):
             node = node.value
@@ -181,8 +185,9 @@ _ARANGE = ("torch.arange",)
     """,
 )
 def positions_in_low(script: Script) -> Iterator[Fault]:
-    """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Of larger ones, several become the same number:
-    256 and 257, or the timesteps 998 to 1002 in bfloat16. Tables of sines and rotary angles made of them repeat.
+    """bfloat16 holds all whole numbers up to 256, float16 up to 2048. Several larger ones become the same number: in
+    bfloat16, 257 becomes 256, and the timesteps 998 to 1002 become 1000. Tables of sines and rotary angles that are
+    computed from such positions repeat.
     """
     if not may_be_low(script):
         return
@@ -209,9 +214,10 @@ def positions_in_low(script: Script) -> Iterator[Fault]:
 
 
 def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether the tensor `node`, which is cast, holds positions.
+    """Return whether the tensor `node` that the call `cast` casts holds positions or timesteps.
 
-    That is so if `torch.arange` makes it, or if it or the target of the cast has a name such as `position_ids`.
+    It does if `torch.arange` makes it. A name such as `position_ids`, of the tensor or of the variable that gets the
+    result, also says so, unless the tensor is scaled to another range.
     """
     parent = script.parent(cast)
     names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
@@ -228,7 +234,7 @@ def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
 
 
 def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a name gets the result of a division or subtraction, or is divided in place."""
+    """Return whether a tensor was computed by a division or subtraction, or is divided in place."""
     parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
     if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
         return True
@@ -242,7 +248,7 @@ def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether an expression is a `torch.arange` of constants, without a number above `largest`."""
+    """Return whether an expression is a `torch.arange` of constants whose numbers are at most `largest`."""
     for value in (node, *_own_values(script, node)):
         # go from `torch.arange(9).cuda()` to `torch.arange(9)`
         while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_ARANGE):

@@ -1,6 +1,6 @@
 """Shows which op ran in which precision, and why. `import amp_patch` does not import this package."""
 
-__role__ = ""  # in reports of `insight`: see its `sites`
+__role__ = ""  # the role of this code in reports; `insight/sites.py` lists the roles
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,8 @@ _HOMES = {
     "trace": "tracer",
     "tune": "tuning.tuner",
 }
+"""The module that defines each public name."""
+
 _MODULES = ("agreement", "checking", "comparing", "remedies", "report")
 
 __all__ = ["runs", *_MODULES, *_HOMES]

@@ -1,4 +1,4 @@
-"""Why a value does not fit: a class for each cause, with its condition, its words and its remedy.
+"""Why a value did not fit into its dtype: a class for each cause, with its condition, its words and its remedy.
 
 To add a cause, name it in `Cause` and put its class into `DIAGNOSES`. If its condition needs a fact that no field of
 `FaultRecord` has yet, add the field and let `faults` fill it.
@@ -45,11 +45,11 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return the remedy. Its list extends the last list of the run, else a shipped one."""
+        """Return the remedy. If it has a list, this extends the last list of the run, or a shipped list without one."""
 
 
 class _CameIn(Diagnosis):
-    """An input did not fit, and no op that trace saw made it."""
+    """An input of the op was inf or NaN already, and no op that the tracer saw had made it."""
 
     cause = Cause.CAME_IN
 
@@ -85,7 +85,7 @@ class _Divergence(Diagnosis):
             return False
         if fault.phase is not Phase.STEP and origin.out == "bf16" and evidence.fits_in_float32:
             # A value that bfloat16 does not hold is nearly too large for float32. But a cast may be given a constant,
-            # such as the least number of float32 for a mask, which is no sign of growth.
+            # such as the lowest number of float32 for a mask, which is no sign of growth.
             is_huge = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
             if is_huge and origin.aten not in CASTS:
                 return True
@@ -171,7 +171,7 @@ class _Precision(Diagnosis):
                 "look at the ops before: the module is cast, and no loss scale makes its gradients fit; bfloat16 does",
                 may_need_list=True,
             )
-        # A list would only move the fault to the op that float32 does not hold either.
+        # A list would only move the fault to an op whose result float32 does not hold either.
         if fix.beyond:
             return advise_script(
                 f"look at {fix.beyond}, too: float32 does not hold its result either, so no list is enough"
@@ -180,7 +180,7 @@ class _Precision(Diagnosis):
 
 
 class _Mathematics(Diagnosis):
-    """float32 does not hold the result either."""
+    """float32 does not hold the result either, or this is not known, because torch cannot run the op in float32."""
 
     cause = Cause.MATHEMATICS
 
@@ -188,10 +188,17 @@ class _Mathematics(Diagnosis):
         return True
 
     def describe(self, fault: FaultRecord) -> str:
-        return f"not finite in float32 either ({_format_share(fault)}{_format_inputs(fault)})"
+        evidence = f"{_format_share(fault)}{_format_inputs(fault)}"
+        if fault.evidence.is_untested:
+            return f"{evidence}; torch cannot run this op in float32, so it is not known whether float32 holds them"
+        return f"not finite in float32 either ({evidence})"
 
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        return advise_script(f"look at the arguments of {fault.origin.op or 'the op'}: no list and no loss scale helps")
+        call = fault.origin.op or "the op"
+        if fault.evidence.is_untested:
+            scale = ", or a smaller loss scale" if fault.is_in_backward and fault.evidence.loss_scale != 1 else ""
+            return advise_script(f"look at the arguments of {call}; try it on .float() inputs{scale}")
+        return advise_script(f"look at the arguments of {call}: no list and no loss scale helps")
 
 
 DIAGNOSES: tuple[Diagnosis, ...] = (_CameIn(), _Divergence(), _Step(), _Precision(), _Mathematics())
@@ -201,7 +208,7 @@ _BY_CAUSE = {diagnosis.cause: diagnosis for diagnosis in DIAGNOSES}
 
 
 def diagnose(fault: FaultRecord, course: Course) -> FaultRecord:
-    """Return a fault with its cause. The `cause` that it has is not read."""
+    """Return a copy of a fault with the cause that applies, whatever cause the fault has."""
     return replace(fault, cause=next(diagnosis.cause for diagnosis in DIAGNOSES if diagnosis.applies(fault, course)))
 
 
@@ -211,7 +218,7 @@ def describe_cause(fault: FaultRecord) -> str:
 
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy for a fault. Its list extends the last list of the run, else a shipped one."""
+    """Return the remedy for a fault. If it has a list, this extends the last list of the run, or a shipped one."""
     return _BY_CAUSE[fault.cause].find_remedy(fault, run)
 
 

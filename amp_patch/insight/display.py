@@ -1,7 +1,7 @@
-"""How `print` and notebooks show a record. `notebook` registers a function for each class.
+"""Functions that show a record in `print` and in notebooks. `notebook` registers the code for each class of records.
 
-Records are the lowest layer of this wing and `notebook` is the highest, so records call these functions and do not
-import `notebook`; the package's `__init__` does.
+Records are the lowest layer of this package and `notebook` is the highest. So records call these functions, and do not
+import `notebook`. The package's `__init__` imports it.
 """
 
 import functools

@@ -83,7 +83,7 @@ class Source:
         return ast.unparse(node) if text is None or "\n" in text else text
 
     def calls_of_statement(self, line: int) -> Iterator[ast.Call]:
-        """Yield the calls of the innermost statement around a line, without those of statements inside of it."""
+        """Yield the calls of the innermost statement around a line, without the calls of statements inside of it."""
         around = [
             node
             for node in self._by_place.values()
@@ -126,7 +126,7 @@ class Reader:
     """Reads the values of expressions in a frame.
 
     Args:
-        stand_in: the value of each call, except those of `_PURE_METHODS` without keywords; None: it is UNKNOWN.
+        stand_in: the value of a call, except a call of `_PURE_METHODS` without keywords. None: the value is UNKNOWN.
     """
 
     def __init__(self, frame: types.FrameType, stand_in: Tensor | None = None) -> None:
@@ -181,7 +181,7 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
-        # A stand-in has no shape of the script, so methods that change the shape are not called.
+        # The stand-in may have another shape than the result of the call, so only casts of it are computed.
         if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
             return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):
@@ -193,7 +193,7 @@ class Reader:
 
 
 def read_attribute(owner: Any, name: str) -> Any:
-    """Return a stored attribute, a view of a tensor, or a method; UNKNOWN for others, such as properties."""
+    """Return a stored attribute, a method, or an attribute of a tensor in `_VIEWS`; UNKNOWN for any other one."""
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, Tensor):

@@ -35,6 +35,8 @@ _OPERATORS: dict[type[ast.operator], tuple[str, Callable[..., Any], Callable[...
     ast.MatMult: ("__matmul__", operator.matmul, operator.imatmul),
     ast.Pow: ("__pow__", operator.pow, operator.ipow),
 }
+"""For each operator: the name of its method, its function, and the function of its augmented form, such as `+=`."""
+
 _PACKAGES = tuple(
     f"{folder}{os.sep}"
     for folder in {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
@@ -47,7 +49,7 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 _CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
 _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
-"""The kinds of nodes in a condition that can be evaluated a second time, since it calls nothing."""
+"""With `_CHECKS`: the kinds of nodes in a condition that calls nothing, and so can be evaluated a second time."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,9 @@ class Levels:
         return next((call for call in calls if isinstance(call, OpCall)), None)
 
     def find_names(self) -> Iterator[tuple[str, bool]]:
-        """Yield the name of the function that each frame of `within` calls.
+        """Yield the name of the function that each frame of `within` calls, from the outermost frame.
 
-        With each name comes whether it may be a function of torch, or a method of tensors.
+        With each name, yield whether the function may be one of torch, or a method of tensors.
         """
         for level in self.within():
             expression = find_expression(level.frame, level.index)
@@ -171,9 +173,9 @@ class Levels:
                 yield "__setitem__", True
 
     def find_variable(self, storage: int, tensor: Tensor | None = None) -> tuple[str, str]:
-        """Return the name of a variable that holds a tensor, or another one with its storage; "" without one.
+        """Return the name of a variable that holds `tensor`, or a tensor with this storage, and the line of its frame.
 
-        It is a variable of the outermost frame of the user's code that has one. Returns the line of this frame, too.
+        The outermost frame of the user's code with such a variable counts. Return ("", "") if no frame has one.
         """
         for level in self.of_user:
             for name, value in list(level.frame.f_locals.items()):
@@ -328,6 +330,7 @@ def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | No
 
 
 Parts = Sequence[tuple[ast.expr, Reader]]
+"""The arguments of a call in the source, each with the reader of its frame."""
 
 
 def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:
@@ -401,7 +404,7 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _may_run_again(function: Any) -> bool:
     """Return whether a second call is taken to have no effect of its own.
 
-    So it is for methods of tensors, layers of torch without buffers, functions of torch and of amp_patch, and callable
+    True for methods of tensors, layers of torch without buffers, functions of torch and of amp_patch, and callable
     objects that are neither Python functions nor classes, such as functions in C.
     """
     if isinstance(function, functools.partial):

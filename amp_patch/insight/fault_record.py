@@ -41,7 +41,7 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """The region that decided in place of the op lists."""
+    """The kind of a region: code in which all ops run in one dtype, or without casts, whatever the op lists say."""
 
     LOW = "low"
     FLOAT32 = "float32"
@@ -51,7 +51,7 @@ class RegionKind(Word):
 
 
 class Cause(Word):
-    """Why a value does not fit. `causes` decides which applies, describes it, and has its remedy."""
+    """Why a value does not fit. The module `causes` finds the cause of a fault, and has the text and remedy of each."""
 
     CAME_IN = "came in"
     DIVERGENCE = "divergence"
@@ -71,7 +71,9 @@ class Reach(Word):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The op that gave the value, its call, and the tensor that holds the value. Of a step, `op` is the optimizer.
+    """The op that gave the value, its call, and the tensor that holds the value. `FaultRecord` describes the fields.
+
+    If the step of an optimizer gave the value, `op` is the optimizer.
 
     Attributes:
         came_in: whether an input held the value before, and no op that trace saw made it. Not stored.
@@ -107,6 +109,7 @@ class Evidence:
     loss_scale: float = 1.0
     trail: tuple[tuple[str, float], ...] = ()
     is_of_rounding: bool = False
+    is_untested: bool = False
     lost: float | None = absent(0.0)
     eps: float | None = None
     lr: float | None = None
@@ -160,24 +163,27 @@ class FaultRecord:
             bfloat16).
         rank: the rank of the process.
         origin: the op and its call:
-            `module`, `op`, `rule`, `entry`, `region`, `site`: as in a record of an op. For an op of the backward pass,
-            they are the forward call's. `region` may also be "a gradient that the forward pass takes".
+            `module`, `op`, `rule`, `entry`, `region`, `site`: as in `OpRecord`. For an op of the backward pass, they
+            describe the call in the forward pass. `region` may also be "a gradient that the forward pass takes".
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.
-            `share`: the share of values in the output that do not fit, from 0 to 1.
+            `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown.
             `parameter`: the name of the parameter or buffer that came in, whose gradient came in, or that the
             optimizer's step wrote; "" for another tensor.
         evidence: numbers that show the cause:
-            `largest`: the largest finite magnitude among the inputs; NaN if unknown.
+            `largest`: the largest finite magnitude among the inputs; 0 without inputs, NaN if unknown.
             `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
             float32 does not hold it, or if it was not computed; NaN if a part of it is NaN there, too.
-            `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it.
-            `trail`: the ops before it, latest first, with the largest magnitude in the result of each.
+            `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it, and for
+            a value that an optimizer's step produced.
+            `trail`: the ops before this op, latest first, with the largest magnitude in the result of each.
             `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
+            `is_untested`: whether it is not known if float32 holds the result, because torch cannot run the op in
+            float32.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
             none.
-            `eps`, `lr`: the settings of the optimizer whose step produced the value.
+            `eps`, `lr`: the settings of the optimizer whose step produced the value; None for another value.
         effect: the consequences in the step:
             `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" (an optimizer's step
             wrote the value); "" if the value reached only gradients that no optimizer has used yet.

@@ -1,8 +1,9 @@
 """`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
-A value fits if it is finite. The inputs of an op are read only if its result does not fit. If they are finite, the
-fault is in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed
-through the storages that ops write, so that each fault is reported once.
+A value fits if it is finite. If the result of an op does not fit, the inputs are read. If they are finite, the fault is
+in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed through the
+storages that ops write, so that each fault is reported once. From a fault on, `Repair` computes the rest of the step as
+if float32 had been used. If the user asks for it (`underflow`), many zeros that 16 bits have made are a fault, too.
 """
 
 import math
@@ -45,7 +46,7 @@ _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scal
 
 
 class _Input(NamedTuple):
-    """A floating tensor as an op read it, and the address of its storage."""
+    """A floating tensor with the values that an op read, perhaps a copy, and the address of the original's storage."""
 
     tensor: Tensor
     storage: int
@@ -56,8 +57,8 @@ class _Output(NamedTuple):
 
     Attributes:
         op, position: the op, and the position of the result among its floating results.
-        tensor, written: the result, and its record.
-        forward: the op of the forward pass whose gradient this is part of; None if unknown.
+        tensor, written: the result, and the record that the op wrote it.
+        forward: the record of the op of the forward pass whose gradient this is part of; None if unknown.
     """
 
     op: Op
@@ -75,10 +76,16 @@ class FaultFinder:
     """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for each op.
 
     Args:
-        underflow: of the values that are not zero in float32, the share (0 to 1) that 16 bits may make zero; None: any.
+        underflow: of the values of a result that are not zero in float32, the share (0 to 1) that may be zero in 16
+            bits without a fault; None if any share may be.
         ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
+
+    Attributes:
+        step: the number of the step.
+        faults: the faults so far, in the order in which they were found.
+        peaks: the largest magnitudes of 16-bit outputs in this step: by site, op and dtype, and then by module.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class FaultFinder:
         self.repair = Repair(underflow, get_scale, self.storages.is_scaled)
         self.findings = Findings()
         self.gradients = GradientWatch(self.findings)
-        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}  # by site, op and dtype: the largest by module
+        self.peaks: dict[tuple[str, str, str], dict[str, float]] = {}
         self._recent = Recent()
         self.values = ValueWatch(self.storages, self._recent.find, self.findings)
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
@@ -118,9 +125,10 @@ class FaultFinder:
         self.peaks.clear()
 
     def prepare(self, overload: Overload, args: Sequence[Any]) -> Sequence[Any]:
-        """Return the arguments of an op, with copies of those that the op reads and then writes."""
+        """Return the arguments of an op, with copies of the tensors that the op reads and then changes in place."""
         written = overload.written
-        # Foreach and fused ops (`is_in_bulk`) are never computed a second time, so they need no copies.
+        # Foreach and fused ops, and ops that are not of aten (`is_in_bulk`), are never computed a second time, so they
+        # need no copies.
         if not written or overload.is_overwriting or overload.is_in_bulk:
             return args
         # An input that is a view of a written tensor changes with it, so it is copied as well.
@@ -185,7 +193,7 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note that the line of an op gives inf in these modules, too, although the script may end before they run."""
+        """Note inf as the peak of an op's line in these modules, too, because the script may end before they run."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
@@ -197,7 +205,7 @@ class FaultFinder:
                 self._enter(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return the record of an output. Note its magnitude, if it is a 16-bit output of the forward pass."""
+        """Return the record of an output. If it is a 16-bit output of a module's forward pass, note its magnitude."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
@@ -261,7 +269,8 @@ class FaultFinder:
                 return
         self._inherit_mask_fault(output, call, pairs)
 
-        # 3. The op itself made NaN, or an inf from finite inputs. NaN from a mask shows that the mask was none.
+        # 3. The op itself made NaN, or an inf from finite inputs. If an input seemed to be a mask, NaN shows that it is
+        # not: then the fault is that input.
         is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
         mask_fault = output.written.mask_fault
         if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
@@ -281,14 +290,14 @@ class FaultFinder:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, given: _Input) -> bool:
-        """Return whether a tensor that came in is infinite on purpose: a mask or a constant."""
+        """Return whether a tensor that came in seems to be infinite on purpose: a mask or a constant."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
     def _inherit_mask_fault(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
-        """Keep the fault to enter for an output if a mask among its inputs turns out to be none."""
+        """Keep with the output the fault to enter later if an input that seems to be a mask turns out to be no mask."""
         for given, source in bad:
             if source is None or not _is_from_op(source):
                 output.written.mask_fault = self._make_came_in(output, call, given)
@@ -296,7 +305,7 @@ class FaultFinder:
                 output.written.mask_fault = source.mask_fault
 
     def _enter_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
-        """Enter a fault for an input whose inf or NaN no op made. The float32 master of a weight may be finite."""
+        """Enter a fault for an input whose inf or NaN no op made. If its float32 master is finite, start its repair."""
         source = Written(self._find_name(given.storage), "", math.inf, ())
         self.storages.put(given.storage, source)
         source.explain_by_fault(len(self.faults))
@@ -324,7 +333,7 @@ class FaultFinder:
         )
 
     def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
-        """Enter a fault for an op whose inputs are finite and whose result is not, and start its repair."""
+        """Enter a fault for an op that made NaN, or an inf from finite inputs. Start its repair if float32 helps."""
         written, is_backward = output.written, call.phase == "backward"
         is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
         blame = self._find_blame(output, is_low=is_low)
@@ -347,13 +356,14 @@ class FaultFinder:
             in_float32=in_float32,
             lost=blame.lost,
             is_of_rounding=bool(blame.wanted),
+            is_untested=is_low and blame.exact is None and _compute_exact(output) is None,
         )
         self._enter(written, fault)
 
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
-        """Compute an op in float32 if it ran in 16 bits, and then also without the rounding of the ops before it.
+        """Return the rounding to blame for an output: of its op, if that ran in 16 bits, or else of earlier ops.
 
-        `exact` is None if no inf or NaN of the output is finite in float32.
+        `exact` is None if no inf or NaN of the output is finite in float32, or if the op cannot be computed in float32.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -406,10 +416,11 @@ class FaultFinder:
         share: float | None = None,
         lost: float | None = None,
         is_of_rounding: bool = False,
+        is_untested: bool = False,
         parameter: str = "",
         came_in: bool = False,
     ) -> FaultRecord:
-        """Return the record of a fault. Its cause may change when the step ends."""
+        """Return the record of a fault. At the end of the step, another cause may replace its cause."""
         written, tensor = output.written, output.tensor
         if share is None:
             share = int((~tensor.isfinite()).count_nonzero()) / tensor.numel()
@@ -437,6 +448,7 @@ class FaultFinder:
             loss_scale=1.0 if is_unscaled else self._get_scale(),
             trail=tuple(find_trail(written)),
             is_of_rounding=is_of_rounding,
+            is_untested=is_untested,
             lost=lost,
         )
         fault = FaultRecord(self.step, Phase(call.phase), value, Cause.MATHEMATICS, origin=origin, evidence=evidence)
@@ -468,16 +480,19 @@ def _compute_exact(output: _Output) -> Tensor | None:
 
 
 def name_value(is_nan: bool) -> Value:
-    """Return the word that records have for a value that is not finite."""
+    """Return the word of records for a value that is not finite: NaN if `is_nan`, else inf."""
     return Value.NAN if is_nan else Value.INF
 
 
 def none_if_inf(largest: float) -> float | None:
-    """Return None for inf: records have no number where float32 holds none. NaN stays."""
+    """Return None for inf, else `largest`, which may be NaN. None in a record means that float32 does not hold it."""
     return None if math.isinf(largest) else largest
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
-    """Return whether an op was given inf as a number and gives inf, or NaN and gives NaN. NaN from inf is a fault."""
+    """Return whether the script passed inf to an op that gives inf, or NaN to one that gives NaN, as a plain number.
+
+    NaN from a number inf is a fault.
+    """
     is_alike = math.isnan if math.isnan(largest) else math.isinf
     return any(isinstance(value, float) and is_alike(value) for value in (*op.args, *op.kwargs.values()))

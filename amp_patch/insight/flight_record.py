@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 NEAR = 65504.0 / 8
-"""The magnitude from which a value counts as near the end of float16: an eighth of its largest number."""
+"""The magnitude from which a value counts as near the end of float16: an eighth of float16's largest number."""
 
 
 class FlightKind(StrEnum):
@@ -19,7 +19,9 @@ class FlightKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """The samples of one module, value or loss scale, oldest first. Steps in which it did not run have no sample.
+    """The samples of one module, value or loss scale, oldest first.
+
+    A step in which the module did not run, or the value was not observed, has no sample.
 
     Attributes:
         subject: OUTPUT: all floating tensors that `forward` returns; GRADIENT: the gradients of the module's own

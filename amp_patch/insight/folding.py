@@ -26,7 +26,7 @@ class OpCall:
         target: the dtype that the rule asks for, or None.
         sources: addresses of the tensors that are not in this dtype, and so have to be cast.
         copied: addresses of the tensors that were cast.
-        cast_dtypes: pairs of the dtypes from and to which tensors were cast, but for weights that were cast to 16 bits.
+        cast_dtypes: the dtypes from and to which tensors were cast, in pairs. Casts of weights to 16 bits are left out.
         widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
             an earlier call that did, if only ops on no list ran between. None if there is neither.
         is_reached: whether lists and rules for modules act where it runs.
@@ -62,7 +62,7 @@ class OpCall:
 
 @dataclass(slots=True)
 class _Counts:
-    """The counts of equal calls, and the different constants among their arguments."""
+    """The counts of equal calls, and the different constants among their arguments. See `OpRecord`."""
 
     calls: int = 0
     casts: int = 0
@@ -104,7 +104,7 @@ class Folding:
         avoided = 0
         if call.target is not None:
             target = short(call.target)
-            if target in call.ran or target in call.out:  # else the rule did not act, as for a call with out=
+            if target in call.ran or target in call.out:  # otherwise the rule did not act, as in a call with out=
                 avoided = len(call.sources - call.copied)
         record = OpRecord(
             *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),
@@ -114,7 +114,7 @@ class Folding:
             self._ops.setdefault(record, _Counts()).add(call, avoided)
 
     def count_undone(self, producer: OpCall, consumer: OpCall, outside: str, between: str) -> None:
-        """Count a cast of `consumer` that undoes a cast of `producer`."""
+        """Count a cast of `consumer` that undoes a cast of `producer`. `outside`, `between`: see `UndoneCastRecord`."""
         if not self.keeps_ops:
             return
         record = UndoneCastRecord(self.step, consumer.module, producer.op, consumer.op, outside, between)

@@ -21,8 +21,8 @@ class ModuleCasts:
     """
 
     def __init__(self) -> None:
-        # By the module whose method was called: for each name of a tensor, the number of the call, and the call.
-        # Tensors themselves are not held weakly, because torch swaps no tensors that have a weak reference.
+        # By the module whose method was called: for the name of each tensor that it cast, the number of the call, and
+        # the text for reports. The keys are no tensors, because torch swaps no tensor that has a weak reference.
         self._calls: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, str]]] = weakref.WeakKeyDictionary()
         self._count = 0
 

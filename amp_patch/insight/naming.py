@@ -1,4 +1,4 @@
-"""Names modules, parameters and buffers, and keeps the modules that are running."""
+"""Names modules, parameters and buffers, and keeps a stack of the modules that are running."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ class ModuleStack:
         ]
 
     def close(self) -> None:
-        """Remove the hooks. Harmless twice."""
+        """Remove the hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
 
@@ -76,10 +76,10 @@ class ModuleStack:
         return self._local.modules
 
     def _find_running(self) -> list[tuple[nn.Module, str]]:
-        """Return the running modules.
+        """Return the running modules, innermost last, each with its name.
 
-        While a checkpoint in a backward pass recomputes code of a module, no hook has entered that module: then this
-        returns it alone.
+        While a checkpoint in a backward pass recomputes code of a module, no hook has entered that module. Then the
+        list holds only that module.
         """
         running = self._entered()
         if not running and get_current_node() is not None:
@@ -113,7 +113,7 @@ class ModuleStack:
 
 
 def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, each with its qualified name, and after each its gradient, if it has one."""
+    """Yield (qualified name, tensor) for each parameter and buffer, followed by its gradient if it has one."""
     for module, prefix in dict(name_modules(list(models))).values():
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = join_names(prefix, name)
@@ -123,9 +123,9 @@ def name_tensors(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
-    """Return the prefix of the module names of each model: its class, with its position if several have the class.
+    """Return a prefix for the module names of each model: its class, or "Net[1]" if several models have that class.
 
-    A single model has no prefix.
+    The number is the position of the model in `models`. Return an empty tuple for a single model.
     """
     if len(models) < 2:
         return ()
@@ -134,7 +134,7 @@ def find_prefixes(models: list[nn.Module]) -> tuple[str, ...]:
 
 
 def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module, str]]]:
-    """Yield for each module of the models its id, and the module with its name."""
+    """Yield (id of the module, (the module, its name)) for each module of the models."""
     prefixes = find_prefixes(models) or ("",) * len(models)
     for prefix, model in zip(prefixes, models, strict=True):
         for name, module in model.named_modules():
@@ -142,5 +142,5 @@ def name_modules(models: list[nn.Module]) -> Iterator[tuple[int, tuple[nn.Module
 
 
 def join_names(*parts: str) -> str:
-    """Return a dotted name. Parts may be empty."""
+    """Return the parts that are not empty, joined by dots."""
     return ".".join(filter(None, parts))

@@ -1,4 +1,4 @@
-"""Shows recordings, faults, exceptions and comparisons: in `print`, and in notebooks as tables without style."""
+"""Shows recordings, faults, exceptions and comparisons: as text in `print`, and as plain HTML tables in notebooks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +21,7 @@ ROWS = 200
 
 @display.as_text.register
 def _format_recording(recording: Recording) -> str:
-    """Return a recording as the command that makes it prints it."""
+    """Return a recording as text, in the form in which `amp-patch compare`, `explain` or `trace` prints it."""
     if recording.of(ComparisonRecord):
         return format_comparison(Summary(recording))
     if recording.ops:
@@ -62,7 +62,11 @@ def _name_recording(recording: Recording) -> str:
 
 @display.as_html.register
 def _show_recording(recording: Recording) -> Markup:
-    """Return the runs of a comparison; else the faults of a recording, else its ops, exceptions or samples."""
+    """Return the part of a recording that a notebook shows.
+
+    This is the comparison if it has one; else its faults; else its ops and exceptions; else the samples of a flight
+    recorder, or that there is no fault.
+    """
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
     faults = recording.faults
@@ -86,7 +90,7 @@ def _show_recording(recording: Recording) -> Markup:
 
 @display.as_html.register
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
-    """Return a fault as a table of two columns, with lists as a user has to write them."""
+    """Return a fault as a table of two columns. Its remedy has the list lines that the user has to write."""
     return _show_named(entitle_fault(fault), describe_fault(fault, run))
 
 
@@ -109,7 +113,7 @@ def _show_named(title: str, lines: Iterable[tuple[str, str]]) -> Markup:
 
 @display.as_html.register
 def show_comparison(summary: Summary) -> Markup:
-    """Return a row for each run, and the footnotes."""
+    """Return a comparison as a table with a row for each run, and its footnotes."""
     columns, rows = tabulate(summary.rows())
     table = _table(columns, [[cell.text for cell in row] for row in rows])
     return join([element("p", heading(summary)), table, _list(list(footnotes(summary)))])

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """The settings of an optimizer in its first step.
+    """The settings of one parameter group of an optimizer, in the first step of the optimizer.
 
     Attributes:
         number: the number of the optimizer, in the order of first steps.
@@ -26,15 +26,16 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNumbersRecord:
-    """Numbers of a module that has parameters of its own, or no submodules.
+    """Numbers of a module that has parameters of its own, or no submodules, or of parameters outside of the models.
 
     A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with random signs, the same in each run.
     The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
-        module, type: the qualified name, and the name of the class.
-        weights: the sketch of the parameters, read before any optimizer began a step for them; () if that was too late.
+        module, type: the qualified name, and the name of the class; "" as the class for parameters outside of models.
+        weights: the sketch of the parameters in the first call with gradients; () if an optimizer had begun a step for
+            them before this call.
         output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
             dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.

@@ -1,8 +1,9 @@
-"""`Observer`: sees every call of a listed op from above, and every op that torch dispatches from below.
+"""`Observer`: sees the calls of listed ops from above, and the ops that torch dispatches from below.
 
-A cover around each function that the session patched sees the call: its name, the line of the list that decides, and
-the arguments. A dispatch mode below sees the tensors that the kernels get. The call is on a stack while its cover runs.
-Autograd numbers the nodes that the call makes, and these numbers assign the ops of the backward pass to the call.
+From above, a *cover* around each function that the session patched sees a call: its name, the line of the list that
+decides, and the arguments. From below, a dispatch mode sees the tensors that the kernels get. The ops that it sees
+while a cover runs belong to the call of this cover. Autograd numbers the nodes that such a call makes, and by these
+numbers the ops of the backward pass are assigned to the call.
 
 The observer itself keeps and reads no tensor; a `FaultFinder` and a `QuietWatch` read them, and change none. So a
 recorded run computes the same results as without a recording.
@@ -47,9 +48,9 @@ class _ThreadState(threading.local):
     """The state of an observer in one thread.
 
     Attributes:
-        calls: the listed call that runs, if there is one.
+        calls: holds the listed call that runs; empty if none runs.
         is_below: whether the dispatch mode is on; `is_paused`: whether `pause` has turned it off.
-        nodes: the number of autograd nodes so far.
+        nodes: the number of autograd nodes at the last op; None before the first.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class Observer:
     """Observes one session until `stop`.
 
     Args:
-        session: whose ops are observed.
+        session: the session whose ops are observed.
         folding: counts the calls.
         finder: looks at the values that ops compute; None: nothing does.
         quiet: looks at the changes of 16-bit tensors; None: nothing does.
@@ -105,7 +106,7 @@ class Observer:
         self._covers: list[Callable[..., Any]] = []
         self._undo = UndoStack()
         self.is_on = False
-        self.has_seen = False  # an op
+        self.has_seen = False  # whether an op was seen
         self.failed_in: FailedIn | None = None  # the op that raised last
 
     def start(self) -> None:
@@ -121,7 +122,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode, so after a call in another thread, call it there again.
+        Only the thread that called `start` can remove the mode. If another thread has called `stop`, the first thread
+        has to call it, too.
         A cover that something else still holds calls the function that it covers.
         """
         self.is_on = False
@@ -189,7 +191,7 @@ class Observer:
                     with self._below:
                         result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
-            finally:  # an exception also stops a recomputation that has all that it needs
+            finally:  # also after an exception, by which torch ends a recomputation that has all it needs
                 calls.clear()
                 self._folding.count(call)
             return result
@@ -239,7 +241,7 @@ class Observer:
         number = None
         count = count_nodes()
         if self._local.is_below and count != self._local.nodes:
-            number = count - 1  # in the forward pass, or in a backward pass with create_graph=True
+            number = count - 1  # of the node that the op made, in a forward pass or with create_graph=True
         self._local.nodes = count
         if number is not None and calls:
             self._by_node[number] = calls[-1]
@@ -289,7 +291,7 @@ class Observer:
         return widened
 
     def note_failure(self, node: Any) -> None:
-        """Note where an op ran that raises: the dispatch mode runs it now. `node` is the node of the backward pass."""
+        """Note where the op ran that has just raised. `node`: its node of the backward pass; None in a forward pass."""
         forward = None
         if node is not None and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))
@@ -317,6 +319,7 @@ class Observer:
                 self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
+        """Note an op that a listed call runs. `cast`: the source and the copy, if the op is a cast."""
         if cast is None:
             call.ran |= {short(tensor.dtype) for tensor in inputs if tensor.is_floating_point()}
             return
@@ -367,6 +370,7 @@ class Observer:
         return call
 
     def _phase(self, node: Any, site: Site) -> str:
+        """Return the phase in which an op runs: see `OpRecord.phase`."""
         if site.by == "optimizer":
             return "step"
         if node is not None or get_current_node() is not None:
@@ -391,7 +395,7 @@ class _Below(WatchingMode):
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # `failing_call` reads func, args and kwargs from the traceback of an exception.
+        # Keep the names func, args and kwargs: `failing_call` reads them from the traceback of an exception.
         kwargs, observer, overload, node = kwargs or {}, self._observer, find_overload(func), get_current_node()
         before, site = args, None
         if observer.finder is not None:
@@ -417,7 +421,7 @@ def _find_cast(packet: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor])
     """Return the source and the copy of a cast from one floating dtype to another; None for another op."""
     if not inputs:
         return None
-    source, copy = inputs[-1], inputs[0]
+    source, copy = inputs[-1], inputs[0]  # of `copy.copy_(source)`
     if packet is TO_COPY:
         source, copy = inputs[0], outputs[0]
     if source.dtype is copy.dtype or not source.is_floating_point() or not copy.is_floating_point():

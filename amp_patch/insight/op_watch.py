@@ -1,4 +1,4 @@
-"""`OpWatch`: passes each call of an op in the forward pass to a function. It watches the thread that made it."""
+"""`OpWatch`: passes each call of an op in the forward pass to a function. It watches the thread that created it."""
 
 import contextlib
 import threading
@@ -21,13 +21,16 @@ from .rules import RuleFinder
 Function = Callable[..., Any]
 
 OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | None], Any]
-"""Makes a call that it is given: a function, its arguments, the op, and its rule; None for an op on no list."""
+"""Makes a call: `on_call(function, args, kwargs, op, rule)` returns the result.
+
+`op` is the name of the op, and `rule` its rule; None for an op on no list.
+"""
 
 
 class OpWatch:
-    """Sees listed ops everywhere, by functions that cover their patches, and other ops in modules, by a mode of torch.
+    """Sees listed ops everywhere, by covers on their patches (`Patcher.cover`), and other ops while a module runs.
 
-    While it watches, code of torch.compile runs uncompiled.
+    It sees the other ops by a TorchFunctionMode. While it watches, code of torch.compile runs uncompiled.
 
     Args:
         session: the session whose lists name the ops.
@@ -37,7 +40,8 @@ class OpWatch:
 
     Attributes:
         is_on: whether it watches: between `start` and `stop`.
-        is_busy: whether calls pass by unseen. `on_call` finds it True, and may set it to False to see calls inside.
+        is_busy: whether calls pass by unseen. It is True when `on_call` is called, which may set it to False to see the
+            calls that it makes.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class OpWatch:
             self._mode.enter()
 
     def stop(self) -> None:
-        """Undo `start`. Harmless twice."""
+        """Undo `start`. A second call does nothing."""
         self.is_on = False
         self._undo.close()
 
@@ -82,7 +86,7 @@ class OpWatch:
     def module_name(self) -> str:
         """Return the name of the innermost module that is running in this thread; "" outside of all modules.
 
-        A model by itself has the name of its class, in brackets.
+        A module without a name, such as a single model itself, is named by its class, in brackets.
         """
         module = self._running.module_here()
         return self._running.here() or ("" if module is None else f"({type(module).__name__})")
@@ -102,7 +106,10 @@ class OpWatch:
     def call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None = None
     ) -> Any:
-        """Make a call: by `on_call`, or directly if it is not to be seen."""
+        """Make a call by `on_call`.
+
+        Make it directly if not `is_on` or if `is_busy`, in other threads, and in backward passes.
+        """
         if not self.is_on or self.is_busy or threading.get_ident() != self._thread:
             return function(*args, **kwargs)
         if get_current_node() is not None:  # the backward pass, or a checkpoint in it
@@ -119,7 +126,7 @@ class OpWatch:
 
 
 class _Mode(TorchFunctionMode):
-    """Passes the calls of torch's functions that no list has to an `OpWatch`."""
+    """Passes calls of torch's functions to an `OpWatch`, as functions on no list. (Listed ones have covers instead.)"""
 
     def __init__(self, watch: OpWatch) -> None:
         super().__init__()
@@ -132,24 +139,24 @@ class _Mode(TorchFunctionMode):
         return self._watch.call_unlisted(func, args, kwargs or {})
 
     def enter(self) -> None:
-        """Turn the mode on in this thread. Harmless twice."""
-        # A hook that was removed while torch calls hooks may still come here.
+        """Turn the mode on in this thread. A second call does nothing."""
+        # torch may still call a hook that was removed while it went through its hooks
         if not self.is_entered and self._watch.is_on:
             self.is_entered = True
             super().__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
-        """Turn the mode off. Harmless twice."""
+        """Turn the mode off. A second call does nothing."""
         if self.is_entered:
             self.is_entered = False
             leave_function_mode(self)
 
 
 class _Modules(ModuleStack):
-    """The modules that are running. Turns the mode on while a module runs in the thread that made this.
+    """The modules that are running. Turns the mode on while a module runs in the thread that created this object.
 
     Args:
-        stays: the mode stays on between modules, too.
+        stays: whether the mode, once on, stays on between modules, too.
     """
 
     def __init__(self, get_models: Callable[[], list[nn.Module]], mode: _Mode, *, stays: bool) -> None:

@@ -31,7 +31,8 @@ _BATCH_NORMS = frozenset(
 )
 _LOSSES = ("nll_loss", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 _SUMMED = 2  # the number of reduction="sum" in torch
-_STATISTICS = frozenset({3, 4})  # positions that batch norms write, which their schemas do not say
+# positions of the arguments that batch norms write, although their schemas do not say so
+_STATISTICS = frozenset({3, 4})
 _FIRST_OUTPUT_ONLY = (  # their other outputs are for their own backward
     *("_scaled_dot_product_", "_flash_attention", "_efficient_attention"),
     *("_ctc_loss", "_cudnn_ctc_loss"),
@@ -139,8 +140,8 @@ def is_reduction(op: Op) -> bool:
 def find_factor(op: Op, output: Tensor) -> float:
     """Return the factor between the mean of the input of an op and its output.
 
-    It is the number of terms of a sum, the magnitude of a number that `mul` multiplies by, its inverse for `div`, and 1
-    for other ops.
+    It is the number of terms of a sum, the magnitude of the number that `mul` multiplies by, and the inverse of the
+    magnitude of the number that `div` divides by. It is 1 for other ops, and if that number is 0, inf or NaN.
     """
     name, args = op.overload.name, op.args
     if name == "sum" or (name.startswith(_LOSSES) and _find_reduction(op) == _SUMMED):
@@ -183,7 +184,7 @@ def run_in_float32(op: Op) -> Op | None:
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return the floating results of an op on its inputs in float32; nothing if it cannot run so."""
+    """Return the floating results of an op on its inputs in float32; an empty list if it cannot run so."""
     run = run_in_float32(op)
     return [] if run is None else run.floating_results()
 

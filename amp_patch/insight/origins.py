@@ -18,12 +18,12 @@ _FOLLOWED_RULES = ("", "promote", "sequence_promote", "match_self")
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The call that made a storage.
+    """A storage, and the call that made it.
 
     Attributes:
-        call: the call; None for a storage that was there before.
+        call: the call; None for a storage that no noted call has made, such as the storage of a batch.
         dtype: the dtype of the values in it.
-        parent: the storage from which the call took the dtype; None if it decided the dtype itself.
+        parent: the record of the storage from which the call took the dtype; None if the call decided it.
         storage: the address of the storage.
     """
 
@@ -33,7 +33,7 @@ class Made:
     storage: int
 
     def find_root(self) -> "Made":
-        """Return the storage, this one or an ancestor, whose call decided the dtype."""
+        """Return the record, this one or an ancestor, whose call decided the dtype."""
         made = self
         while made.parent is not None:
             made = made.parent
@@ -46,7 +46,7 @@ def _rank_as_source(tensor: Tensor) -> tuple[bool, bool]:
 
 
 class Origins:
-    """Maps the address of a storage to the call that made it. A storage keeps its dtype, whoever writes to it later."""
+    """Maps the address of a storage to the call that made it. Later writes do not count: the dtype stays."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[StorageWeakRef, Made]] = {}
@@ -70,7 +70,7 @@ class Origins:
         return overload.name.startswith(_MAKES_EMPTY)
 
     def note(self, call: OpCall, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Note the floating outputs of a call, but for those whose storage is known already."""
+        """Note the floating outputs of a call, except outputs whose storage is known already."""
         for tensor in outputs:
             if not tensor.is_floating_point() or self.find(tensor) is not None:
                 continue
@@ -82,7 +82,7 @@ class Origins:
             self.last = made
 
     def _find_parent(self, call: OpCall, dtype: torch.dtype, inputs: Sequence[Tensor]) -> Made | None:
-        """Return the record of the input whose dtype the call has taken over; None if the call decided it."""
+        """Return the record of the input whose dtype the call has taken over; None if the call decided the dtype."""
         if call.target is dtype or call.rule not in _FOLLOWED_RULES:
             return None
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
@@ -97,7 +97,7 @@ class Origins:
         return known[0][1] if known else None
 
     def end_step(self) -> None:
-        """Forget the storages that are gone. Keep of the others only the root, whose call decided the dtype."""
+        """Forget the storages that are gone. For each other storage, keep only the record of its root."""
         self._made = {
             storage: (reference, made.find_root() if made.parent is not None else made)
             for storage, (reference, made) in self._made.items()

@@ -91,7 +91,7 @@ def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
 
 
 def _find_listed_name(culprit: Culprit) -> str:
-    """Return the name of an op in lists; "" if no list reaches it: an op in place keeps the dtype of its target."""
+    """Return the name by which a list can put an op into float32. Return "" if no list can, as for an op in place."""
     if culprit.rule in _LISTED_IN_LOW:
         return culprit.listed
     if culprit.listed or culprit.rule or culprit.aten.endswith("_"):
@@ -103,7 +103,8 @@ def _find_listed_name(culprit: Culprit) -> str:
 def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
     """Return patterns that match modules: names of one class that differ only in numbers become one pattern.
 
-    A pattern may match more modules than are named, but none of another class. A name inside of another is left out.
+    A pattern may match more modules than are named, but none of another class. A pattern that continues another one, as
+    "a.*.norm" continues "a.*", is left out.
     `kinds` has the classes of all modules.
     """
     alike: dict[tuple[str, type | None], list[str]] = {}
@@ -116,9 +117,9 @@ def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
 
 
 def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) -> list[str]:
-    """Return one pattern; else one for each last part, as in an `nn.Sequential`; else the names themselves.
+    """Return patterns for `names` that match no module of another class than `kind`, as few as possible.
 
-    The first of these is chosen that matches no module of another class.
+    Try one pattern for all names, then one for each last part, as in an `nn.Sequential`, and else return the names.
     """
     by_last_part: dict[str, list[str]] = {}
     for name in names:

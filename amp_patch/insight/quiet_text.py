@@ -1,4 +1,7 @@
-"""A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy."""
+"""A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy.
+
+In a *quiet loss*, a run in 16 bits loses values or their changes, and everything stays finite.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -104,7 +107,10 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 
 
 def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
-    """Return the level whose masters keep what an optimizer loses; "" for other losses, and without `initialize`."""
+    """Return the level whose float32 masters keep what a step or a sum of gradients loses in 16 bits.
+
+    Return "" for other losses, and for a script with torch.autocast instead of `initialize`.
+    """
     if not lost.role or _is_native(run):
         return ""
     return levels.find_master_level(spell_out(lost.dtype or "")).name

@@ -77,8 +77,8 @@ class Scene:
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
     """Return the record of an exception; None if neither dtypes nor the use of a GradScaler explain it.
 
-    Runs calls again that may have raised it. If they explain nothing, it looks at the exception that led the script to
-    raise this one, and so on.
+    Runs the calls again that may have raised the exception. If they explain nothing, does the same for the exception
+    that led the script to raise this one, and so on.
     """
     seen: set[int] = set()
     reason: BaseException | None = error
@@ -93,9 +93,9 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _find_reason(error: BaseException) -> BaseException | None:
-    """Return the exception for which the script raised `error`: its cause, or the one that the script had caught.
+    """Return the exception for which the script raised `error`: its `__cause__`, or an exception that it had caught.
 
-    An exception that it caught counts only if `error` comes from a `raise` in the same function.
+    A caught exception counts only if `error` comes from a `raise` in the same function.
     """
     caught = error.__context__
     if error.__cause__ is not None or caught is None:
@@ -131,7 +131,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRecord:
-    """Return a record with the facts that every exception has. Its cause is only a placeholder."""
+    """Return a record with the facts that every exception has. The `cause` in it is only a placeholder."""
     inner, own = levels.innermost, levels.own
     site = "" if inner is None else inner.place
     return RaisedRecord(
@@ -181,7 +181,7 @@ class Operands:
         return self._weights.get(storage_of(tensor), ("", None))[0]
 
     def describe(self, name: str, tensor: Tensor, *, is_stand_in: bool = False) -> Operand:
-        """Return the operand for a tensor. `is_stand_in`: it stands for the result of the latest op."""
+        """Return the operand for a tensor. `is_stand_in`: the tensor stands for the result of the latest op."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
         while made is not None and made.parent is not None and made.call is self._failing:
@@ -196,7 +196,7 @@ class Operands:
         return self._describe_call(name, dtype, root.call, root)
 
     def _describe_outside(self, name: str, dtype: str, storage: int, tensor: Tensor | None) -> Operand:
-        """Return the operand for a tensor that no known op made. Without the tensor, its storage identifies it."""
+        """Return the operand for a tensor that no known op made. If `tensor` is None, `storage` identifies it."""
         weight = self._weights.get(storage)
         if weight is not None:
             return self.describe_weight(name, *weight)
@@ -367,7 +367,10 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
 
 
 def _find_source(levels: Levels, name: str) -> Source | None:
-    """Return the source of the user's file with this name (without a folder); None if no, or no single, file has it."""
+    """Return the source of the user's file with this name (without a folder).
+
+    A file in the traceback comes first. Return None if no other file, or more than one, has the name.
+    """
     for level in levels.of_user:
         if level.place.rpartition(":")[0] == name:
             return read_source(level.file, level.frame.f_globals)

@@ -15,7 +15,7 @@ class RaisedCause(Word):
     UNSUPPORTED = "unsupported dtype"  # all operands have one dtype, and the call refuses it
     LOW_WEIGHTS = "16-bit weights"  # a GradScaler unscales no float16 gradients
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
-    SCALER_ORDER = "order of calls"  # of the methods of a GradScaler
+    SCALER_ORDER = "order of calls"  # the methods of a GradScaler were called in an order that it refuses
 
     @property
     def is_of_scaler(self) -> bool:
@@ -41,8 +41,9 @@ class Operand(NamedTuple):
         name: how the script writes it, else the name of the argument.
         dtype: its dtype, as "bf16".
         origin: an `OperandOrigin`.
-        made_by: the op that gave it this dtype; of a weight, its name; of an input, its variable; else "".
-        module, site: the module and the line of that op. For an input, the line of the frame with the variable.
+        made_by: the op that gave it this dtype; for a weight, its name; for an input, its variable; "" if unknown.
+        module, site: the module and the line of that op. For an input, `site` is the line of the frame with the
+            variable.
         rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
             the op took; "" for none.
         entry: the place of the rule, or the level that cast the model; "" without one.
@@ -68,10 +69,10 @@ class RaisedRecord:
         cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
         step: the number of the step.
         phase: the part of the step that ran.
-        op: the name of the call that raised: in lists if they can name it, else in the script.
-        module: the module; for the backward pass of an op, the one in which the op itself ran.
-        site: the line of the script; for the backward pass of an op, that of the op itself.
-        raised_at: for the backward pass of an op, the line that was running; else None.
+        op: the call that raised, by its name on lists; if lists cannot name it, by its name in the script.
+        module: the module that ran; for the backward pass of an op, the module in which the op itself ran.
+        site: the line of the script; for the backward pass of an op, the line of the op itself.
+        raised_at: for the backward pass of an op, the line that was running, such as `loss.backward()`; else None.
         called_from: the line of the user's own code, if `site` is in an installed package.
         operands: the floating tensors among the arguments, each as the fields of an `Operand`.
         details: further facts, a line each.

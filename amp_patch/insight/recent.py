@@ -22,7 +22,10 @@ _ALIKE = 0.1  # the largest difference of two results that count as alike, relat
 
 
 class _Kept(NamedTuple):
-    """An op without its graph, and the versions of its inputs, which tell whether they were written since."""
+    """An op without its graph, and the versions of its inputs, which tell whether they were written since.
+
+    `results` are its floating results, and `written` is the record of the first of them.
+    """
 
     op: Op
     versions: tuple[int, ...]
@@ -39,8 +42,8 @@ class Blame(NamedTuple):
 
     Attributes:
         exact: the result in float32, with nothing rounded before it; None if that does not fit better.
-        wanted: the ops before it that have to give float32 for this result.
-        lost: a number in the script, such as an eps, that is an argument of one of them and zero in 16 bits; else None.
+        wanted: the records of the earlier ops that have to return float32 so that the result fits.
+        lost: a number in the script, such as an eps, that is an argument of such an op and zero in 16 bits; else None.
     """
 
     exact: Tensor | None
@@ -88,10 +91,11 @@ class Recent:
         return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
-        """Return the ops before an op whose rounding makes its result not fit; None if none are to blame.
+        """Return the earlier ops whose rounding makes the result `index` of an op not fit; None if none are to blame.
 
-        Computes the op again after all kept ops that it depends on, in float32. If the result is finite, the blame goes
-        to as few of them as give this result within a tenth: the last ones, without those that do not matter.
+        Computes the op again in float32, after all kept ops that it depends on in float32. If the result is finite, the
+        blame goes to a few of these ops that suffice for nearly the same result (`_ALIKE`): to the last ones, except
+        those that do not matter.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -131,7 +135,10 @@ class Recent:
 
 
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
-    """Return the result at `index` of an op in float32, after its ancestors in float32; None if it cannot run so."""
+    """Return the result `index` of an op in float32, after its ancestors in float32; None if it cannot run in float32.
+
+    Ancestors that cannot be repeated keep their results.
+    """
     twins = Twins()
     for kept in ancestors:
         # A random op would draw other numbers, and an input that was written since holds other values.
@@ -146,7 +153,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the positional arguments of an op that are numbers and become zero in the dtype of its first result."""
+    """Return the magnitudes of an op's number arguments that become zero in the dtype of its first result."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
     numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
     return [number for number in numbers if 0 < number <= tiny]

@@ -1,4 +1,4 @@
-"""Finds contradictions between the values of a recording: users may edit its file, and other code relies on it."""
+"""Finds contradictions in a recording. Users may edit its file, and other code relies on the values."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -36,7 +36,7 @@ def _find_problems(records: Sequence[object]) -> Iterator[str]:
 
 
 def _check_gradients(record: GradientRecord) -> Iterator[str]:
-    # The axis of the chart has a label for every tenth power, so with a wrong range it would never be complete.
+    # The axis of the chart has a label for every tenth power: with a far too large range, drawing would not end.
     last = record.lowest + len(record.counts) // CLASSES
     if record.counts and (record.lowest not in EXPONENTS or last not in EXPONENTS):
         yield f"gradients of {record.run!r} reach from 2**{record.lowest} to 2**{last}"

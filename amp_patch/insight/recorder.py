@@ -35,7 +35,7 @@ class Recorder(Probe):
     """Records the steps from `first` up to, but not including, `last`, counted over all sessions that are opened.
 
     Args:
-        first, last: numbers of steps from 0; None: until `stop`.
+        first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
         on_end: called when the last of these steps has ended, or a later one if no session was open before.
         counts_before: whether steps count that a script took before its first region of autocast.
     """
@@ -59,11 +59,11 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._before: Folding | None = None  # the ops of the step before `first`, in case it raises
+        self._before: Folding | None = None  # the ops of the step before `first`, in case this step raises
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
-        self.is_in_block = False  # in a block, it watches only one session
+        self.is_in_block = False  # set by `in_block`: the recorder watches only one session
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
@@ -74,7 +74,7 @@ class Recorder(Probe):
 
     @property
     def _misused(self) -> list[MisuseRecord]:
-        """The misuses that no exception tells of already."""
+        """The misuses that no record of an exception explains."""
         return [*self._misuses, *self._scalers.refusals]
 
     @property
@@ -83,7 +83,7 @@ class Recorder(Probe):
         return self._observer is not None and self._before is None
 
     def session_opened(self, session: Session) -> None:
-        """Begin. Called again when a session gets more models."""
+        """Begin to observe a session. Called again when the session gets more models."""
         self.run = describe_run(session)
         if self._session is session:
             return
@@ -98,14 +98,15 @@ class Recorder(Probe):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context in which the ops of this thread are not recorded."""
+        """Context manager: do not record the ops of this thread."""
         with contextlib.nullcontext() if self._observer is None else self._observer.paused():
             yield
 
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
         """Explain an exception that has left the script, and return its record.
 
-        Returns None if dtypes or a GradScaler do not explain it, if nothing is observed, or after the first record.
+        Returns None if neither dtypes nor a GradScaler explain the exception, if nothing is observed, or if an earlier
+        exception has a record.
         """
         observer, session = self._observer, self._session
         if observer is None or session is None or self._raised:
@@ -118,7 +119,7 @@ class Recorder(Probe):
         return record
 
     def session_closing(self, session: Session) -> None:
-        """Stop first, since the observer wraps patches that the session is about to remove."""
+        """Stop recording, since the observer wraps patches that the session is about to remove."""
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
@@ -140,13 +141,13 @@ class Recorder(Probe):
             )
 
     def leave_block(self) -> None:
-        """Stop, and receive no more events. Harmless twice."""
+        """Stop, and receive no more events. It may be called twice."""
         self.stop()
         if self in events.watchers:
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss. Go on observing if an exception has ended the last step."""
+        """Note a loss. Go on observing, in case an exception has ended the last step, in which observing pauses."""
         if self._observer is not None:
             self._observer.go_on()
             self._scalers.note_loss(loss)
@@ -204,7 +205,7 @@ class Recorder(Probe):
             self._observer.go_on()
 
     def stop(self) -> None:
-        """Stop recording. Harmless twice."""
+        """Stop recording. It may be called twice."""
         self._observer = None
         for observer in self._observers:
             observer.stop()
@@ -213,7 +214,10 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _is_before_window(self) -> bool:
-        """Return whether this step is the last before the window. Many scripts that raise do so in the first step."""
+        """Return whether this step is the last before the window.
+
+        This step is observed, too: many scripts that raise do so in the first step, and `--steps 1:2` is the default.
+        """
         return self._count == self._first - 1
 
     def _is_late(self) -> bool:
@@ -344,7 +348,7 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     check_function(step, "step")
     check_count(steps, "steps")
     check_count(warmup, "warmup", 0)
-    with in_block(Recorder()):  # a step that raises does so in the first call
+    with in_block(Recorder()):  # explains an exception: a step that raises mostly does so in the first call
         for _ in range(warmup):
             step()
     recorder = Recorder()

@@ -141,17 +141,17 @@ class Recording:
         return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
-        """Write all records to a file, one JSON line each."""
+        """Write the run and all records to a file, one JSON line each."""
         write_file(path, self.format())
 
     def format(self) -> str:
-        """Return all records, one JSON line each. inf and NaN are strings, since JSON has no such numbers."""
+        """Return the run and all records, one JSON line each. inf and NaN are strings: JSON has no such numbers."""
         lines = [_format(self.run, records=len(self.records)), *map(_format, self.records)]
         return "\n".join([*lines, ""])
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file, and if there is none."""
         run: RunRecord | None = None
         records: list[Record] = []
         declared, lines = None, 0

@@ -29,7 +29,7 @@ class RunRecord:
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
         is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
         hardware: the kind of the device: on two of the same kind, torch runs the same kernels.
-        threads: the number of threads that an op on the CPU uses.
+        threads: the number of threads that an op on the CPU uses; 0 if unknown.
     """
 
     kind: ClassVar[str] = "run"
@@ -63,7 +63,8 @@ class OpRecord:
 
     Attributes:
         step: the number of the step in the recording, from 0.
-        phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer that calls a closure).
+        phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is only
+            recorded if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
         module: qualified name of the innermost module that ran; "" outside of all.
         op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
         rule: the list of the op, or the other rule that decided; "" if none did.
@@ -165,7 +166,7 @@ class ComparedRecord:
         gradient_worst: the name of the layer with this error; "" if not compared.
         kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
             or if not measured.
-        kept_worst: the name of the tensor that loses most, or its line.
+        kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
         lost_by: "weights" if weights lose, "tensor" for another tensor with a name, else "line"; "" if none loses.
         failed: why the run ended early; "" if it did not.
     """
@@ -196,10 +197,10 @@ class CurveRecord:
         run, seed: the name of the run, and its seed.
         losses, scales: the loss of each step, and the smallest loss scale at its end.
         skipped: numbers of the skipped steps.
-        ms: the median time of a step, in milliseconds.
+        ms: the median time of a step, in milliseconds; NaN if it was not measured.
         is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
         is_frozen: whether this is the run of the reference whose weights are put back after each step.
-        batches: the calls of the module that is called first in each step, up to the end of the last step.
+        batches: the number of calls, up to the end of the last step, of the module that is called first in each step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -217,10 +218,10 @@ class CurveRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """The relative error (L2) of a layer in one step from the weights of the reference.
+    """The relative errors (L2) of a layer in one step that begins with the weights of the reference.
 
-    `input` and `output` are the errors of these; `gradient` is the error of the gradients of the weights. None means
-    that there is nothing to compare.
+    `input`, `output` and `gradient` are the errors of its input, of its output, and of the gradients of its weights.
+    None means that there is nothing to compare.
     """
 
     kind: ClassVar[str] = "layer"

@@ -64,10 +64,10 @@ class Remedy:
 
 
 def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy that runs the modules and ops of a fix in float32.
+    """Return the remedy that runs the modules and ops of `fault.fix` in float32.
 
-    Its list extends the last list of the run; without any, a shipped one. It has a loss scale, too, if a smaller one
-    helps.
+    The list of the remedy extends the last list of the run, or else a shipped list. If a smaller loss scale helps, the
+    remedy has this scale, too.
     """
     fix, loss_scale = fault.fix, fault.evidence.loss_scale
     low = fault.origin.out if run is None else run.low

@@ -16,9 +16,7 @@ from .sites import Site
 
 _SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64", torch.bool: "bool"}
 _OF_MODULES = (Mode.LOW, Mode.FLOAT32)
-"""The modes of regions that module rules open. While a checkpoint that the script has written itself (not torch's) runs
-a forward again, no such region is open.
-"""
+"""The modes of the regions that module rules open."""
 
 _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
@@ -66,10 +64,10 @@ class RuleFinder:
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the spelling that a list has for a patched attribute, or else the one that an earlier call found for
-        another attribute with this replacement.
+        """Return the `Spelling` under which a list has a patched attribute; None if no list has it.
 
-        Returns None without one.
+        An attribute that no list names may be an alias of a listed one, with the same replacement. Then return the
+        `Spelling` of the listed attribute, if an earlier call has found it.
         """
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
         spelling = spelling or self._by_replacement.get(id(replacement))  # an alias
@@ -78,7 +76,7 @@ class RuleFinder:
         return spelling
 
     def describe(self, spelling: op_lists.Spelling) -> str:
-        """Return the place of the entry that decides, `file.yaml:line`."""
+        """Return the place of the entry that lists an op, `file.yaml:line`."""
         return _describe_line(spelling.entry.path, spelling.entry.line)
 
     def target(self, rule: OpRule, mode: Mode) -> torch.dtype | None:
@@ -97,13 +95,15 @@ class RuleFinder:
         return f"run: {rule.run}", _describe_line(rule.path, rule.line)
 
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
-        """Return the rule that decides for an op on no list, and its place; "" and "" without one."""
+        """Return the rule that decides for an op on no list, and its place or level; "" and "" without one."""
         policy = self._session.policy
         rule = entry = ""
         if module is not None:
             rule, entry = self.find_module_rule(module)
         if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
+        # at levels that do not cast models, a module rule acts only in its region; a hand-written checkpoint that runs
+        # a part of a forward again opens none
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry
         if module is None or policy.cast_model_type is None:

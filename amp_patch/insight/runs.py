@@ -96,7 +96,7 @@ class Probe(events.Watcher, abc.ABC):
 
 
 Runner = Callable[[Run], Recording]
-"""Makes a run, and returns the recording of its probe. Raises RunFailedError."""
+"""Makes a run, and returns the recording of its probe. Raises RunFailedError if the run ends too early."""
 
 
 class RunFailedError(SessionError):
@@ -135,7 +135,7 @@ def may_depend_on_dtype(error: RunFailedError) -> bool:
 
 
 def observes_ops(run: Run) -> bool:
-    """Return whether ops are observed in all steps: an armed run observes those of repeated steps. Imports no torch."""
+    """Return whether ops are observed in all steps. An armed run observes only repeated steps. Imports no torch."""
     return not run.probe.startswith("arming.")
 
 
@@ -185,7 +185,8 @@ def check_names(names: object, name: str) -> None:
 class FunctionRunner:
     """Runs a function without arguments that makes its model, opens a session or enters `torch.autocast`, and trains.
 
-    The session that the function leaves open is closed. Raises SessionError if a session is in force.
+    A session that the function leaves open is closed. Raises ArgumentTypeError if `train` cannot be called, and
+    SessionError if a session is in force or autocast is watched already.
     """
 
     def __init__(self, train: Callable[[], object]) -> None:

@@ -70,7 +70,7 @@ class ScalerErrors:
 
     @property
     def refusals(self) -> list[MisuseRecord]:
-        """Records of the refused calls that `explain` was not asked about, since the script caught the exceptions."""
+        """Records of the refused calls that `explain` has not explained, for example because the script caught them."""
         return list(self._refusals.values())
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
@@ -78,9 +78,10 @@ class ScalerErrors:
     def explain(
         self, error: BaseException, levels: Levels, empty: RaisedRecord, session: Session
     ) -> RaisedRecord | None:
-        """Return the record of an exception that GradScaler itself has raised; None for others, or without a reason.
+        """Return the record of an exception that GradScaler itself has raised.
 
-        `empty` is the record with the facts that every exception has.
+        Return None for another exception, or if no reason was noted for it. `empty` is a record with the facts that
+        every exception has.
         """
         innermost = levels.all[-1] if levels.all else None
         if innermost is None or not innermost.file.endswith(_SCALER):
@@ -167,7 +168,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
 
 
 def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> RaisedRecord:
-    """Return the record of a method that was called twice, too early or too late."""
+    """Return the record of a method of GradScaler that was called twice, too early, too late or on wrong tensors."""
     here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
     first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
     match misuse.kind:

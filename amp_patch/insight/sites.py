@@ -29,18 +29,19 @@ _ROLES_OF_TORCH = {  # the first that fits
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
-_COMPUTED = (ast.Call, ast.BinOp)
+_COMPUTED = (ast.Call, ast.BinOp)  # expressions that compute a tensor
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
+"""Beginnings of the file names of code that is not the user's: generated code, contextlib and importlib."""
 
 
 class Site(NamedTuple):
     """The innermost line of the user's code, and the role of the code of amp_patch or torch between it and the op.
 
     The role `by` is "" (of no importance), "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
-    gradients, masters) or "optimizer". A module or package of amp_patch names its own as `__role__`; without one it has
-    the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
+    gradients, masters) or "optimizer". A module or package of amp_patch names its role as `__role__`. Without one it
+    has the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
     """
 
     place: str
@@ -65,7 +66,7 @@ class Caller(NamedTuple):
 
 
 def find_caller() -> Caller:
-    """Return where the code that is running was called from. In a thread of autograd there is no line."""
+    """Return where the code that is running was called from. In a thread of autograd, no line is known."""
     by = ""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -96,14 +97,14 @@ _REPEATS = repeat.__code__
 
 
 def find_site() -> Site:
-    """Return where the code that is running was called from. In a thread of autograd there is no place."""
+    """Return where the code that is running was called from. In a thread of autograd, `place` is ""."""
     caller = find_caller()
     place = describe_line(caller.file, caller.number) if caller.file else ""
     return Site(place, caller.by, caller.file, caller.number)
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is the user's, or of a package other than torch and this one. Generated code is neither."""
+    """Return whether a file is the user's or of a package: not torch's, amp_patch's, contextlib's or generated code."""
     return _find_role(file) is None
 
 
@@ -122,7 +123,7 @@ def names_dtype() -> bool:
 def casts_result(file: str, number: int) -> bool:
     """Return whether the statement of a line casts the result of a call to 16 bits, as in `softmax(x).half()`.
 
-    The cast may be no op: of a result that has 16 bits already, it makes no copy.
+    Reads the source, because torch runs no op for a cast of a result that has 16 bits already.
     """
     source = read_source(file) if file else None
     return source is not None and any(map(_casts_result, source.calls_of_statement(number)))
@@ -179,9 +180,10 @@ def is_under_checkpoint() -> bool:
 
 
 def find_recomputed() -> nn.Module | None:
-    """Return the module whose method, or a closure over it, a checkpoint runs again. No hook is called for it.
+    """Return the module that a checkpoint runs again: the module of the outermost call inside the checkpoint, or None.
 
-    It is the module of the outermost call below the checkpoint.
+    The script may have passed a method of the module to the checkpoint, or a closure over the module. Then torch calls
+    no hook of the module.
     """
     outermost: nn.Module | None = None
     frame: types.FrameType | None = sys._getframe(1)
@@ -192,13 +194,13 @@ def find_recomputed() -> nn.Module | None:
 
 
 def _calls_forward(code: types.CodeType) -> bool:
-    """Return whether code is torch's and runs a forward again, or is a `backward` that may."""
+    """Return whether code of torch runs a forward pass again: a checkpoint, or autograd, but not `Function.apply`."""
     is_of_forward = code.co_name == "apply" and code.co_varnames[:1] == ("cls",)
     return code.co_filename.startswith(_RECOMPUTES) and not is_of_forward
 
 
 def _find_module(frame: types.FrameType) -> nn.Module | None:
-    """Return the module that a call belongs to: its first argument, its `self`, or the only module that it knows."""
+    """Return the module of a call: its first argument, its `self`, or the only module among its variables."""
     known, code = frame.f_locals, frame.f_code
     for name in (*code.co_varnames[: min(1, code.co_argcount)], "self"):
         module = known.get(name)
@@ -210,7 +212,7 @@ def _find_module(frame: types.FrameType) -> nn.Module | None:
 
 @functools.cache
 def _find_role(file: str) -> str | None:
-    """Return the role of the code in a file, None for the user's own. A process has a few hundred files."""
+    """Return the role of the code in a file; None for the user's code. The cache holds an entry for each file."""
     if file.startswith(f"{_ROOT}/"):
         return _find_own_role(Path(file).relative_to(_ROOT).with_suffix("").parts)
     for folder, role in _ROLES_OF_TORCH.items():

@@ -135,7 +135,9 @@ class StepFaults:
 
     def _find_scope(self, culprits: Sequence[Culprit]) -> Fix:
         """Return which modules, ops and lines have to run in float32."""
-        return find_scope(culprits, self._session.models(), has_lists=self._session.oplists is not None)
+        # at a level that casts the model, a list has only module rules, and no casts of ops
+        has_lists = self._session.oplists is not None and self._session.casts is not None
+        return find_scope(culprits, self._session.models(), has_lists=has_lists)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
         """Return the modules in which the line of a culprit gives values that are too large, or nearly so.
@@ -190,7 +192,8 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that no op of torch wrote may be finite under a smaller scale, if the scale can fall further.
+        A gradient that no op of torch wrote, or that torch cannot compute in float32, may be finite under a smaller
+        scale, if the scale can fall further.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
@@ -199,6 +202,7 @@ class StepFaults:
             return False
         lowest = max(1.0, min(bounds))
         is_unseen = fault.origin.came_in and not (fault.origin.aten and fault.origin.parameter)
+        is_unseen = is_unseen or fault.evidence.is_untested
         is_above_one = self._needs.fitting is None or self._needs.fitting > 1  # at 1, small gradients have no room
         fits = (fault.fix.scale or 0.0) >= lowest and is_above_one
         return fits or (is_unseen and loss_scale > lowest)

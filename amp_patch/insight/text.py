@@ -1,4 +1,4 @@
-"""A recording as text: a row for each kind of call, and one for equal layers."""
+"""A recording as text: a table with a row for each kind of call, in which equal layers share a row."""
 
 import itertools
 import re
@@ -15,6 +15,8 @@ from .recordings import Recording
 from .records import OpRecord
 
 Key = Callable[[OpRecord], tuple[str, ...]]
+"""Returns the first cells of the row in which a record is summed up."""
+
 By = Literal["module", "op", "entry"]
 _SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
 _FORWARD = ("forward", "recompute")
@@ -28,7 +30,7 @@ def format_recording(
     """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
     `with_all` gives each layer its own row, and also shows ops that run as in plain torch. To fit `width` characters, a
-    table leaves out columns, shortens texts, and puts the names of modules on lines of their own.
+    table leaves out columns, shortens texts, and puts the names of modules on lines of their own. None: do not fit it.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -147,22 +149,22 @@ def entitle_recording(recording: Recording) -> str:
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
+"""The columns of the table of ops: fields of `OpRecord`, of which `entry` is called "line"."""
 
-
-_LEFT = OP_COLUMNS[:7]
+_LEFT = OP_COLUMNS[:7]  # aligned to the left
 _COUNTS = ("casts", "avoided")
 _SPARE = ("avoided", "casts", "calls", "out", "given", "line")
-"""Columns to leave out of a table that is too wide, the least important first. The line names the list that decided."""
+"""Columns to leave out of a table that is too wide, the least important first. "line" names the list that decided."""
 
 _LEAST = {"op": 18, "rule": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
 """Columns of text, each with the width to which it may be shortened."""
 
 _LEAST_NAME = 30
-"""The width to which names of modules may be shortened. Below it, they get lines of their own."""
+"""The width to which names of modules may be shortened. If that is not enough, they get lines of their own."""
 
 
 def _by_module(ops: list[OpRecord], width: int | None) -> str:
-    """Return a table with a row for each kind of call: the first that fits, or else one in groups."""
+    """Return the table of ops in its most detailed form that fits. If none fits, names of modules stand above rows."""
     rows = list(map(op_cells, ops))
     if width is None:
         return "\n".join(Table(OP_COLUMNS, rows, len(_LEFT), {}).lines())
@@ -259,9 +261,9 @@ def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRe
 
 
 def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of a recording: one for all steps and equal layers, and only ops of interest.
+    """Return the rows of a recording. Calls that differ only in their step share a row.
 
-    See `format_recording`.
+    Without `with_all`, equal layers share a row, too, and ops that run as in plain torch have none.
     """
     ops = merge_steps(recording.ops)
     if with_all:

@@ -1,4 +1,7 @@
-"""`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown."""
+"""`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown.
+
+An *armed* run trains at full speed. If a step goes wrong, the run repeats the step under a tracer.
+"""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,9 +21,9 @@ class TroubleRecord:
         symptom: what was seen, such as "the loss is nan".
         loss: the loss; None if it was not read.
         loss_scale: the loss scale, 1 without one.
-        learning_rates: of the groups of the optimizer.
+        learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
-        then: "stop", "skip" or "go": what follows.
+        then: what follows the step: "stop", "skip" or "go".
         micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault.
         micro_batches: the number of losses in the step.
         faults: the number of faults that the repetition has found.
@@ -66,7 +69,7 @@ def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequen
     rows = [(f"  {name}", text) for name, text in _describe(trouble)]
     lines = [part for line in flight for part in textwrap.wrap(line, WIDTH - len(_FLIGHT), subsequent_indent="  ")]
     rows += [(_FLIGHT.rstrip() if number == 0 else "  ", line) for number, line in enumerate(lines)]
-    # rank 0 may be the only one
+    # rank 0 is not named, because it may be the only rank
     rank = f"rank {trouble.rank}, " if trouble.rank else ""
     return "\n".join([f"{rank}step {trouble.step}: {trouble.symptom}", *align(rows), *faults])
 
@@ -99,7 +102,7 @@ def _describe_replay(trouble: TroubleRecord) -> str:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
         return f"{text}. No op gave a value that does not fit: another rank did, or code outside of torch"
-    # people count micro-batches from 1, as in "2 of 4"
+    # the report counts micro-batches from 1, as in "2 of 4"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
     return text

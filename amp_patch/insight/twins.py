@@ -14,7 +14,7 @@ from .tensors import is_whole, storage_of, tensors_in
 
 
 class Twins:
-    """Keeps the values of tensors in float32, by the storages of these tensors."""
+    """Keeps the *twins* of tensors: the values that they would have in float32. Tensors of one storage share theirs."""
 
     def __init__(self) -> None:
         # By the id of a storage: the storage, its values in float32, and the size of its elements.
@@ -35,7 +35,7 @@ class Twins:
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Store float32 values of the shape of a tensor as its twin."""
+        """Store float32 values of the shape of a tensor as its twin. Complex tensors and subclasses get no twin."""
         if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
             return
         known = self.find(tensor)
@@ -49,12 +49,12 @@ class Twins:
             del self._flat[id(tensor.untyped_storage())]
 
     def compute(self, op: Op) -> list[Tensor]:
-        """Return the floating results of an op in float32, with the twins of its inputs; nothing if it cannot run."""
+        """Return the floating results of an op in float32, with the twins of its inputs; [] if it cannot run so."""
         run = self.run(op)
         return [] if run is None else run.floating_results()
 
     def run(self, op: Op) -> Op | None:
-        """Return an op as it runs in float32, with the twins of its inputs. See `run_in_float32`."""
+        """Return an op as it runs in float32, with the twins of its inputs; None if it cannot run so."""
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)

@@ -1,4 +1,8 @@
-"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op."""
+"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op.
+
+A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. It also explains the values that
+are computed from it.
+"""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -55,14 +59,14 @@ class Written:
         parents: the records of the inputs.
         faults: numbers of the faults that explain why it does not fit.
         is_known: whether it does not fit, and a fault that was entered explains why.
-        is_old: whether it was written in the step before.
+        is_old: whether it was written in the step before. Then `parents` and `faults` are empty.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
         is_low: whether the result has 16 bits.
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        mask_fault: if an input that seemed to be a mask made this result inf or NaN: the fault if it is no mask.
+        mask_fault: the fault to report if an input that made this result inf or NaN, and seemed to be a mask, is none.
     """
 
     op: str

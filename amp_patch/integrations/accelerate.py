@@ -47,7 +47,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Args:
         opt_level: as for `amp_patch.initialize`.
         amp_options: other arguments of `amp_patch.initialize`, such as `lists` and `loss_scale`.
-        args, kwargs: as for accelerate.Accelerator. Raises ArgumentTypeError if Accelerate's mixed precision is on.
+        args, kwargs: as for accelerate.Accelerator.
+
+    Raises ArgumentTypeError if Accelerate's own mixed precision is on.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.device_placement:
             for model in models:
                 model.to(self.device)
-        # all models so far, because `prepare` may be called once for each
+        # initialize all models so far, because a script may call `prepare` once for each
         self._amp_models += models
         if models or optimizers:
             amp.initialize(self._amp_models, optimizers, **(self._amp_options or {}))

@@ -86,6 +86,6 @@ class AmpTrainerMixin:
         model = trainer.accelerator.unwrap_model(trainer.model)
         config: Any = getattr(model, "config", None)
         if trainer.args.should_save and str(getattr(config, "dtype", None)).endswith("float16"):
-            # transformers has written the dtype of the parameters, but the saved weights are float32
+            # transformers has written the dtype of the parameters into the config, but the saved weights are float32
             config.dtype = torch.float32
             config.save_pretrained(trainer.args.output_dir if output_dir is None else output_dir)

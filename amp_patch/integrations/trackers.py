@@ -26,8 +26,9 @@ class Tracker:
 
     The norm is over the unscaled gradients of the coming step; with a sharded model, over all shards together. An entry
     is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
-    does not wait. The loss scale and the number of skipped steps have the values that the host knew at the time of the
-    entry. With several scalers, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are logged.
+    does not wait, unless a gradient is sparse. The loss scale and the number of skipped steps have the values that the
+    host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are
+    logged.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
@@ -61,10 +62,8 @@ class Tracker:
             values["amp/loss_scale" if len(stats.loss_scales) == 1 else f"amp/loss_scale_{index}"] = scale
         gradients = [parameter.grad for parameter in amp.master_params(optimizer) if parameter.grad is not None]
         if gradients:
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            # the norm of a DTensor is a DTensor, too: full_tensor() reduces it over the ranks
-            full_norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-            stacked = torch.stack([norm.to(full_norms[0].device) for norm in full_norms])
+            norms = [_norm_of(gradient) for gradient in gradients]
+            stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
             values["amp/grad_norm"] = torch.linalg.vector_norm(stacked)
         self._pending = self._step, values
 
@@ -76,12 +75,23 @@ class Tracker:
                 self._log(tag, float(value), step)
 
 
+def _norm_of(gradient: Tensor) -> Tensor:
+    """Return the L2 norm of a gradient, 0-dim float32. Waits for the device if the gradient is sparse."""
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce().values()  # torch has no norm of a sparse tensor
+    dtype = None if gradient.is_complex() else torch.float32  # torch gives the norm of a complex tensor a real dtype
+    norm = torch.linalg.vector_norm(gradient, dtype=dtype).float()
+    # the norm of a DTensor is a DTensor, too: full_tensor() reduces it over the ranks
+    full_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return full_norm
+
+
 def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
     """Return a function for the argument `on_sample` of `insight.FlightRecorder`. It logs the samples to `target`.
 
-    The tags are `flight/output/<module>` and `flight/gradient/<module>` for the largest magnitudes,
-    `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in `Tracker`. A run
-    of Weights & Biases gets all numbers of a sample in one call.
+    The tags are `flight/output/<module>`, `flight/gradient/<module>` and `flight/value/<name>` for the largest
+    magnitudes, `flight/zeros/gradient/<module>` for the shares of zeros, and `flight/scale`. `target` is as in
+    `Tracker`. A run of Weights & Biases gets all numbers of a sample in one call.
     """
     if hasattr(target, "log") and not hasattr(target, "add_scalar"):
 

@@ -7,7 +7,7 @@
 or run `amp-patch run --lists my_lists.yaml train.py`.
 """
 
-__role__ = ""  # in reports of `insight`: see its `sites`
+__role__ = ""  # the role of this code in reports; `insight/sites.py` lists the roles
 
 from .float32_script import as_written as as_written
 from .float32_script import find_float32_script as find_float32_script

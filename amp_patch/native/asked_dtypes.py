@@ -21,7 +21,7 @@ class AskedDtypes:
         """Note the dtype that the script asked for in a tensor. It also holds for tensors that share its storage, such
         as views and `nn.Parameter(tensor)`.
         """
-        with contextlib.suppress(RuntimeError):  # NotImplementedError, too: no storage, as in torch.func
+        with contextlib.suppress(RuntimeError):  # also NotImplementedError: the tensor has no storage, as in torch.func
             reference = StorageWeakRef(tensor.untyped_storage())
             self._asked[reference.cdata] = reference, dtype
         if len(self._asked) > self._limit:

@@ -1,4 +1,7 @@
-"""`Changes`: what to change in a script's regions of `torch.autocast`, and the session that makes these changes."""
+"""`Changes`: what amp_patch changes in a script's regions of `torch.autocast`. It creates the session that does so.
+
+A region is a block `with torch.autocast(...)`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +65,7 @@ class Changes:
 
     @property
     def needs_region(self) -> bool:
-        """Whether the changes cast, and do so in regions only."""
+        """Whether the changes consist of casts, which are made only in regions."""
         return self.kind in (Kind.LISTS, Kind.LEVEL)
 
     @property
@@ -76,7 +79,10 @@ class Changes:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
 
     def adapt(self, region: Any, session: NativeSession) -> None:
-        """Change a block of torch.autocast that is about to be entered. The caller restores it afterwards."""
+        """Change a region that is about to be entered, or warn that the lists do not apply to its dtype.
+
+        The caller restores the region afterwards.
+        """
         if self.kind is Kind.DISABLED:
             enable_region(region, False)
         elif self.kind is Kind.LEVEL:

@@ -42,7 +42,7 @@ _DTYPE_OF_CLASS = {
     for kind, dtype in (("Half", torch.float16), ("BFloat16", torch.bfloat16), ("Float", torch.float32))
     for place in ("", "cuda.")
 }
-"""The dtypes of old tensor classes, by name: "torch.HalfTensor", which `Tensor.type` takes."""
+"""The dtypes of old tensor classes, by the names that `Tensor.type` takes, such as "torch.HalfTensor"."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
 """Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
@@ -97,17 +97,18 @@ def as_written() -> contextlib.AbstractContextManager[None]:
 
 
 class Float32Script(events.Watcher):
-    """Keeps a script in float32 from `start` on, until the function that it returns is called. Calls from this package
-    still get 16 bits.
+    """Keeps a script in float32 from `start` on, until the function that `start` returns is called.
 
-    A variable such as `dtype = torch.bfloat16` keeps its value, but a tensor that is made with it is float32. Code of
-    torch.compile runs uncompiled as long as the mode is on, and to the end if the script asks for 16 bits.
+    Calls from this package still get 16 bits. A variable such as `dtype = torch.bfloat16` keeps its value, but a tensor
+    that is made with it is float32. Code of torch.compile runs uncompiled as long as the mode is on; if there is such
+    code, and the script asked for 16 bits in the first `STEPS` steps, the mode stays on to the end.
 
     Attributes:
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
-        is_timed: False if the mode, which takes time, had to stay after `STEPS` steps; True until then.
+        is_timed: whether the times of later steps say something: False if the mode, which takes time, had to stay on
+            after `STEPS` steps.
     """
 
     def __init__(self) -> None:
@@ -180,7 +181,7 @@ class Float32Script(events.Watcher):
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """End the mode after `STEPS` steps, unless it had work after the first, or keeps 16-bit code uncompiled."""
+        """End the mode after `STEPS` steps, unless it widened a tensor after the first, or keeps code uncompiled."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
@@ -259,9 +260,8 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of `torch.compile`: code runs uncompiled while the mode is on, because neither the
-        mode nor the patched methods work in compiled code.
-        """
+        """Return the replacement of `torch.compile`, which makes code run uncompiled while the mode is on."""
+        # neither the mode nor the patched methods work in compiled code
 
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -273,9 +273,7 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of torch's function that makes tensors from a file or another process. It makes the
-        tensor in the stored dtype, and then widens it.
-        """
+        """Return the replacement of torch's function that makes tensors from a file or a process: it widens them."""
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -337,7 +335,7 @@ class Float32Script(events.Watcher):
         return result
 
     def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], requested: torch.dtype) -> Any:
-        """Call `tensor.view(dtype)`: widen the result, and note a tensor whose 16 bits are gone."""
+        """Call `tensor.view(requested)`: widen a 16-bit result, or note that the bits to read are gone by widening."""
         if requested not in LOW_DTYPES:
             if self.asked.find(args[0]) in LOW_DTYPES:
                 self.not_widened["the bits of a 16-bit tensor, which Tensor.view shows as whole numbers"] = None
@@ -346,7 +344,7 @@ class Float32Script(events.Watcher):
         return self.widen(function(*args, **kwargs))
 
     def _note_copy(self, source: Tensor | None, result: Any) -> None:
-        """Note that the script asked for the same dtype in `result`, a copy, as in `source`."""
+        """If the script asked for 16 bits in `source`, note that it did so in `result`, a copy, too."""
         if source is not None and isinstance(result, Tensor) and self.asked.find(source) in LOW_DTYPES:
             self.asked.add(result, self.asked.find(source))
 
@@ -407,7 +405,7 @@ class Float32Script(events.Watcher):
     # ---- widening ----------------------------------------------------------------------------------------------------
 
     def widen(self, tensor: Tensor) -> Tensor:
-        """Return a copy in float32; an opaque tensor itself."""
+        """Return a float32 copy of a tensor. Return an opaque tensor, such as a quantized one, as it is."""
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return tensor
@@ -481,7 +479,7 @@ def _is_random(function: Any, name: str) -> bool:
 
 
 def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
-    """Return `values` with `low` in place of `target`."""
+
     return [low if value is target else value for value in values]
 
 

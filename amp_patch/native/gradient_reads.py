@@ -1,6 +1,6 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-At the end of a scaled backward pass, it patches the functions that scripts use for this, such as `Tensor.norm`.
+At the end of many scaled backward passes, it patches the functions that scripts use for this, such as `Tensor.norm`.
 `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
 `step`. So they are not there during a forward pass in a region.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..casting import compiling
+from ..dtypes import PLAIN_CLASSES
 from ..patching import Patch, Patcher
 from .misuse import Kind
 from .roots import find_line
@@ -39,7 +40,7 @@ _READERS: tuple[tuple[Any, str, Kind], ...] = (
     (torch, "_foreach_clamp_min_", Kind.CLIPPED),
     (torch, "_foreach_clamp_max_", Kind.CLIPPED),
 )
-"""The functions to patch, each with the misuse that a call on scaled gradients is.
+"""The functions to patch, each with the kind of misuse if it is called on scaled gradients.
 
 `clip_grad_value_` calls the last two.
 """
@@ -94,9 +95,9 @@ class GradientReads:
         if not self._read:
             return None
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() in self._read:
-                return self._read[gradient.data_ptr()]
+            address = 0 if parameter.grad is None else _find_address(parameter.grad)
+            if address in self._read:
+                return self._read[address]
         return None
 
     def _end_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +131,17 @@ class GradientReads:
         if not isinstance(tensors, (list, tuple)):
             return
         for tensor in tensors:
+            address = _find_address(tensor)
             # A gradient has no grad_fn, unless it was made with create_graph=True.
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.grad_fn is None:
-                self._read.setdefault(tensor.data_ptr(), (kind, find_line()))
+            if address and tensor.grad_fn is None:
+                self._read.setdefault(address, (kind, find_line()))
+
+
+def _find_address(value: Any) -> int:
+    """Return the address of the data of a tensor; 0 for one without such an address, and for another object."""
+    if type(value) not in PLAIN_CLASSES or value.layout is not torch.strided:
+        return 0
+    try:
+        return int(value.data_ptr())
+    except RuntimeError:  # the tensors inside torch.func, for example those of torch.func.vmap, have no data
+        return 0

@@ -1,4 +1,7 @@
-"""`RegionWatch`: checks whether the GradScaler and the losses of a script suit the dtypes of its autocast regions."""
+"""`RegionWatch`: checks whether the GradScaler and the losses of a script suit the dtypes of its autocast regions.
+
+A region is a block `with torch.autocast(...)`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +23,8 @@ _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
-"""The largest number of nodes that are visited in a graph, and the number of graphs that are visited: a walk through a
-large graph takes milliseconds, and a script computes the same losses in each step.
+"""The largest number of nodes that are visited in a graph, and the largest number of graphs. A walk through a large
+graph takes milliseconds, and a script computes the same losses in each step.
 """
 
 
@@ -34,18 +37,21 @@ class RegionWatch:
         self._is_after_region = False  # whether such a region began since the last step
         self._walks_left = _MOST_WALKS
         # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss nothing
-        # has multiplied by a scale. "" if there was none.
+        # seems to have multiplied by a scale. "" if there was none.
         self._unscaled_at = ""
         self._unscaled_steps = 0  # the number of steps after such a backward pass
 
     def note_region(self, dtype: torch.dtype) -> None:
-        """Record an enabled region that begins, unless it is for an evaluation: gradients are disabled there."""
+        """Record an enabled region that begins, unless gradients are disabled, as they are in an evaluation."""
         if torch.is_grad_enabled():
             self._trained_dtypes.add(dtype)
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, walk through the graph of its loss, if a region began since the last step."""
+        """Before a backward pass, look for misuses in the graph of its loss, if a region began since the last step.
+
+        `_MOST_WALKS` limits how many graphs are looked at.
+        """
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
             return

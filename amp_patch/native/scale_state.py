@@ -54,7 +54,7 @@ class ScaleState:
         self._saved_at = ""
 
     def note_reading(self) -> None:
-        """Record that the script has read the scale. It may compare it to the old one to notice a skipped step."""
+        """Forget which steps were skipped: the script has read the scale, which may tell it about a skipped step."""
         self._skipped.clear()
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,15 +37,16 @@ def find_session() -> "NativeSession | None":
 def has_own_amp() -> bool:
     """Return whether the script uses amp itself: a session that it opened is in force, or it has disabled amp.
 
-    Then this subpackage changes no region, except in a run in float32 (`in_float32`).
+    Then this subpackage changes no region, except in a run in float32 (`in_float32` of `Takeover`).
     """
     has_other_session = current.state.session is not None and find_session() is None
     return has_other_session or current.state.is_disabled
 
 
 def find_low_weights(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype of the first parameter that the script holds in 16 bits, or None. Under `Float32Script`, such a
-    parameter is float32, but counts.
+    """Return the dtype of the first parameter for which the script chose 16 bits, or None.
+
+    Under `Float32Script`, such a parameter is float32, but it counts by the dtype that the script asked for.
     """
     for parameter in model.parameters():
         dtype = find_asked_dtype(parameter)
@@ -94,8 +95,9 @@ class NativeSession(Session):
             self._wrap_all()
 
     def _wrap_all(self) -> bool:
-        """When ops are patched next, patch those that torch casts by itself, too. Return False if that was so already,
-        or if the session patches no ops.
+        """Arrange that the next patching of ops includes the ops that torch casts by itself.
+
+        Return False if that was arranged already, or if the session patches no ops.
         """
         if self._autocast is None or self.casts is None or self.casts.by_torch is not None:
             return False
@@ -149,7 +151,8 @@ class NativeSession(Session):
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
         """Count a step, taken or skipped.
 
-        `is_skipped` may be a `found_inf` on the device (0-dim, 1.0: skipped). It is read once it has reached the host.
+        `is_skipped` may be a `found_inf` on the device (0-dim; 1.0 means skipped). Such a flag is read once it has
+        reached the host.
         """
         if not self._has_stepped:
             # by now, the script has usually called all its modules
@@ -226,17 +229,17 @@ class NativeSession(Session):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype of whitelisted ops in the present region of this thread. Outside of one, none is cast."""
+        """Return the dtype to which regions of torch.autocast in this thread cast now; outside, nothing is cast."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property
     def seen_low(self) -> torch.dtype | None:
-        """The dtype of the first region, or None before it. If autocast is disabled: the policy's dtype."""
+        """The dtype of the first region, or None before it. If the session disables autocast: the policy's dtype."""
         return self._seen_low if self._autocast is not None else self.policy.low_dtype
 
     @property
     def script_low(self) -> torch.dtype | None:
-        """The 16-bit dtype of the weights of a script that has entered no region, or None."""
+        """The dtype of 16-bit weights, if the script has some and has entered no region; else None."""
         return self._low_weights if self._seen_low is None else None
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
@@ -245,8 +248,9 @@ class NativeSession(Session):
         return id(optimizer) in self._skipped
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the `found_inf` flags of the script's GradScaler, and True: any of them skips the optimizer's step.
-        Return no flags and False unless GradScaler.step is under way.
+        """Return the `found_inf` flags of the GradScaler that steps an optimizer, and whether a flag skips the step.
+
+        While GradScaler.step runs, any of its flags skips the step. Otherwise, return an empty list and False.
         """
         for shown in self.scalers:
             if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):

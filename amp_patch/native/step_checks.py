@@ -1,4 +1,7 @@
-"""`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes."""
+"""`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes.
+
+A `Takeover` changes regions of an unmodified script, which are blocks `with torch.autocast(...)`.
+"""
 
 import sys
 from collections.abc import Callable
@@ -19,14 +22,15 @@ class StepChecks:
     it has trained another model in float32. `check_end` raises the error if the script ends without a region.
 
     Args:
-        needs_region: whether the changes have an effect inside regions only.
+        needs_region: whether nothing is to happen before the script uses mixed precision, usually because the changes
+            act in regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
         on_plain_step: called with a line of text at the first step that the script takes without mixed precision, if
             the changes need a region.
 
     Attributes:
-        called_at: the line that first called a model, such as `train.py:12`. "" if `Takeover` has seen no call: it
-            follows them only if it has `everywhere` or module rules, and after `Takeover.watch`.
+        called_at: the line that first called a model, such as `train.py:12`; "" if no call was seen. `Takeover` sees
+            calls if it has `everywhere` or module rules, and between `Takeover.watch` and its end.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class StepChecks:
         self._steps_before_session = 0
         # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_bfloat16_region = False  # a region began whose dtype, bfloat16, needs no loss scale
+        self._has_bfloat16_region = False  # a region began in bfloat16, or another dtype without a loss scale
 
     @property
     def is_waiting(self) -> bool:
@@ -66,15 +70,19 @@ class StepChecks:
         self._has_mixed_precision = True
 
     def needs_scaler(self, *, is_scaling: bool) -> bool:
-        """Return whether the step that begins follows a bfloat16 region without a loss scale. If the region ran in
-        float16 instead, it would need one.
+        """Return whether the step that begins follows a bfloat16 region without a loss scale.
+
+        Such a step would need a loss scale if the region ran in float16 instead.
         """
         return self._has_bfloat16_region and not is_scaling
 
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step whose region cannot run with the changes.
 
+        If the changes need a region, call `on_plain_step` at the first step without mixed precision.
+
         Args:
+            level: the name of the level, or None without one.
             low: the dtype of the level, or None without a session or a level.
             is_changing: whether the takeover changes anything.
             is_scaling: whether an enabled GradScaler takes the step.

@@ -1,4 +1,4 @@
-"""`UnscaledGradients`: notices scaled losses that go backward after `unscale_`, whose gradients nothing unscales."""
+"""`UnscaledGradients`: notices scaled losses that go backward after `unscale_`. Nothing unscales their gradients."""
 
 import weakref
 from collections.abc import Iterator
@@ -14,16 +14,17 @@ Version = tuple[int, int] | None
 
 
 def read_version(parameter: Tensor | None) -> Version:
-    """Return the version of a parameter's gradient."""
+    """Return the version of a parameter's gradient; None without a parameter or gradient."""
     gradient = None if parameter is None else parameter.grad
     return None if gradient is None else (id(gradient), get_version(gradient))
 
 
 class UnscaledGradients:
-    """The optimizers whose gradients a GradScaler has unscaled since its last `update`."""
+    """The optimizers whose gradients a GradScaler has unscaled since its last `update`. It watches one of each."""
 
     def __init__(self) -> None:
-        # A parameter of each, which had a gradient. It is not held weakly: torch swaps no tensors with weak references.
+        # For each optimizer, a parameter that had a gradient when it was unscaled. Parameters are not held weakly,
+        # because torch swaps no tensor that has a weak reference.
         self._parameters: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._added_at: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -37,7 +38,7 @@ class UnscaledGradients:
             self._parameters[optimizer] = parameter
 
     def read_versions(self) -> dict[Any, Version]:
-        """Return the version of a gradient of each optimizer."""
+        """Return the version of one gradient of each optimizer: the gradient of its first parameter that had one."""
         return {optimizer: read_version(parameter) for optimizer, parameter in self._parameters.items()}
 
     def note_backward(self, before: dict[Any, Version]) -> None:
@@ -47,7 +48,7 @@ class UnscaledGradients:
                 self._added_at.setdefault(optimizer, find_line())
 
     def find_added(self, optimizer: Any) -> str:
-        """Return the line of the first scaled backward pass that changed unscaled gradients; "" without one."""
+        """Return the line of the first scaled backward pass that changed the unscaled gradient; "" without one."""
         return self._added_at.get(optimizer, "")
 
     def clear(self) -> None:

@@ -1,5 +1,5 @@
-"""`ContainerSearch`: finds functions in nested lists, tuples, sets and dicts. Also finds objects that hold a function
-where it cannot be replaced.
+"""`ContainerSearch`: finds the functions that are patched, in nested lists, tuples, sets and dicts, to put their
+replacements there. Also finds objects that hold such a function where it cannot be replaced.
 
 Tensor classes with a `__torch_function__` keep the functions that they handle in a dict or a set. torch passes them the
 function that was called. While the function is patched, that is the replacement, so the container must hold it, too.
@@ -60,7 +60,7 @@ class ContainerSearch:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        # nearly always true, so looking at the contents of all values at once saves most of the time
+        # nearly always, no value holds such a function: one look at the contents of all is faster than one at each
         if not self._holds_any:
             return
         # A snapshot, in which values that this pass visits count as not visited: a tuple that several positions hold
@@ -157,7 +157,7 @@ def _contents_of(values: Iterable[Any], visited: Container[int]) -> list[Any]:
     """Return the objects that values refer to, directly or through up to two containers.
 
     Leaves out direct references to objects in `visited`, and does not look into containers in `visited`.
-    `gc.get_referents` finds them without running code of the values.
+    `gc.get_referents` runs no code of the values.
     """
     referents = gc.get_referents(*values)
     contents = [value for value in referents if id(value) not in visited]

@@ -12,7 +12,8 @@ import wrapt
 class ImportWatch:
     """Calls `on_import(name)` after the first import of each watched module, until it is closed.
 
-    The call is made in the importing thread. It may be repeated when another watch begins to watch the same module.
+    The call is made in the importing thread. It is repeated when another watch begins to watch a module that is
+    imported already.
 
     The hooks are post-import hooks of wrapt. wrapt cannot remove a hook before the module is imported. So all watches
     share one hook for each module name. The hook refers to no watch, so a watch is freed when the last other reference

@@ -36,7 +36,7 @@ CoverFactory = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | Non
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replaces `owner.name` by `factory(original)`, and appends `note` to its docstring."""
+    """Replaces `owner.name` by `factory(original)`. If there is a `note`, the docstring ends with it."""
 
     owner: Any
     name: str
@@ -49,6 +49,7 @@ class Exchange:
     """A slot, with its value before and after a replacement.
 
     Attributes:
+        slot: a position that holds a function, such as an attribute of a module.
         before: the value that `undo` writes. ABSENT if `undo` deletes the attribute, because its owner inherited it or
             provided it by `__getattr__`.
         after: the value that replaces it: a replacement, or a container that holds replacements.
@@ -115,11 +116,11 @@ class Patcher:
         return len(self._exchanges)
 
     def install(self, patches: Iterable[Patch]) -> None:
-        """Build all replacements, then write them. After any exception, also KeyboardInterrupt, none stays in force."""
+        """Build all replacements, then write them. After any exception, also KeyboardInterrupt, none of them stays."""
         self._apply([_plan(patch) for patch in patches])
 
     def redirect(self, exchanges: Iterable[Exchange]) -> None:
-        """Write the new value of each slot. Any exception, also KeyboardInterrupt, brings all earlier values back."""
+        """Write the new value of each slot. After any exception, also KeyboardInterrupt, none of them stays."""
         self._apply(exchanges)
 
     def _apply(self, exchanges: Iterable[Exchange]) -> None:
@@ -217,7 +218,7 @@ class Patcher:
         return self._get_exchange(owner, name) is not None
 
     def get_original(self, owner: Any, name: str) -> Callable[..., Any] | None:
-        """Return the original of `owner.name`, or None if it is not patched."""
+        """Return the original of `owner.name`, or None unless `is_patched`."""
         exchange = self._get_exchange(owner, name)
         return None if exchange is None else exchange.original
 

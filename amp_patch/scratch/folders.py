@@ -1,4 +1,7 @@
-"""`Folders`: the folders that the runs of a command write to. Only the command uses it; its runs do not."""
+"""`Folders`: the folders that the runs of a command write to.
+
+Only the process of the command uses it. In the process of a run, `redirect` does the rest.
+"""
 
 import contextlib
 import getpass

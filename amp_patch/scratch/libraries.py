@@ -1,4 +1,4 @@
-"""The functions of packages that open files in compiled code, and wrappers that redirect their paths by a `View`."""
+"""The functions of packages that open files in C or Rust, and wrappers that redirect their paths by a `View`."""
 
 import functools
 import importlib
@@ -19,7 +19,7 @@ class PathFunction(NamedTuple):
         owner: the module or class that has the function.
         name: the name of the function there.
         position: the position of the path among the arguments. In a method, the instance is argument 0.
-        keyword: the name of the argument.
+        keyword: the name of this argument.
         how: how the file is used: READ, WRITE (it is written whole), UPDATE (it is read and written) or MAP. A mapped
             file is updated if the argument `shared`, which follows the path, is True; else it is read.
     """
@@ -106,7 +106,7 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 def _path_to_update(view: View, path: Any) -> Any:
     """Return the path to write for a file that is updated, such as a database."""
-    # SQLite finds the files beside a database by its name, so they must be copied to the upper layer with it
+    # SQLite finds the files beside a database by the database's name, so copy them to the upper layer of the view, too
     for suffix in _SQLITE_SUFFIXES:
         file_beside = os.fsdecode(path) + suffix
         location = view.locate(file_beside)

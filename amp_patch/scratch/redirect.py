@@ -1,4 +1,7 @@
-"""`redirect`: makes this process, and the processes that it forks, write to the folder of a run."""
+"""`redirect`: makes this process, and the processes that it forks, write to the folder of a run.
+
+A command such as `amp-patch compare` runs a script several times. Each of these runs has a folder of its own.
+"""
 
 import contextlib
 import errno
@@ -70,6 +73,8 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
     raises NotRedirectedError if Python reports it to audit hooks.
 
     Args:
+        root: the folder of the run.
+        shared: folders in which the script reads and writes the real files.
         inductor_cache: the folder for the cache of torch.compile, which would otherwise be among the temporary files.
 
     Returns the function that undoes the redirection.

@@ -1,5 +1,7 @@
-"""`Redirected`: replacements of the functions of `os` and `io` that take paths. Each calls the original function with
-the path that a `View` returns: the path to read, or the path to write.
+"""`Redirected`: replacements of the functions of `os` and `io` that take paths.
+
+Each calls the original function with the path that a `View` returns: the path to read, or the path to write. `view`
+explains located paths, the lower layer and marks.
 """
 
 import contextlib
@@ -109,7 +111,8 @@ class Redirected:
     def _find_merged(self, path: Any) -> str | None:
         """Return the located path of a folder that must be listed from both layers.
 
-        None for a shared folder, and for one in which this run has changed no names: the original function lists it.
+        Return None for a shared folder, and for a folder in which the run has added or removed nothing: the original
+        function can list these.
         """
         if isinstance(path, int):
             folder = self._view.path_of(path)
@@ -168,7 +171,7 @@ class Redirected:
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
             raw: Any = getattr(lowest, "raw", lowest)
-            # the attribute `name` must be the path that the script passed, and not the one that was opened
+            # the attribute `name` must be the path that the script passed, not the path that was opened
             raw.name = os.fspath(file)
         return opened
 

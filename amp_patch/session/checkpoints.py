@@ -43,7 +43,7 @@ def patch_helpers(
 
 
 def _show_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
-    """Return a helper that puts the parameters into the optimizers, in place of masters, while it reads their state."""
+    """Return a helper that reads the states of optimizers. Meanwhile, parameters take the place of masters in them."""
 
     def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -76,8 +76,10 @@ def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a helper's mapping, which has entries in both directions: `{parameter:
-    {"fc.weight"}, "fc.weight": parameter}`. So the helper loads states in the dtype of the masters.
+    """Replace parameters by their masters in a helper's mapping.
+
+    So the helper loads states in the dtype of the masters. The mapping has entries in both directions: `{parameter:
+    {"fc.weight"}, "fc.weight": parameter}`.
     """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)

@@ -77,7 +77,7 @@ class Installer:
             if self._products is not None:
                 tag += ["products", str(self._products.low), str(self._products.max_scores)]
             compiling.tag_cache_key(":".join(tag), undo)
-        # registered before the first patch, so that an interrupt leaves no patch behind
+        # the removal is registered before the first patch, so that an interrupt leaves no patch behind
         undo.callback(self._remove)
         self.patcher.install(planned)
         if self._cache is not None:

@@ -51,7 +51,7 @@ class Session:
     """
 
     gives_way = False
-    """True if `initialize` closes this session without an error: the user did not open it by `initialize`."""
+    """Whether `initialize` replaces this session without an error: True if the user did not open it by `initialize`."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
     """None if models are given to `open`. A session that binds a model when the script first calls it sets a function,
@@ -137,7 +137,7 @@ class Session:
         return contextlib.nullcontext()
 
     def _share_skips(self, overflow_group: Any) -> None:
-        """Let the ranks of `overflow_group` skip the same steps, and those that hold shards of the models.
+        """Let ranks skip the same steps: the ranks of `overflow_group`, and those that hold shards of the models.
 
         `overflow_group`: see `initialize`. None: the group of the last call.
         """
@@ -191,7 +191,7 @@ class Session:
         return self.bindings.models()
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype of whitelisted ops in this thread now."""
+        """Return the dtype in which whitelisted ops run in this thread now; None if nothing is cast."""
         return self.policy.low_dtype
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
@@ -199,9 +199,10 @@ class Session:
         return get_step_was_skipped(optimizer)
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the `found_inf` flags of an optimizer (0-dim, 1.0 after an overflow), and whether one skips its step.
+        """Return the `found_inf` flags of an optimizer (0-dim, 1.0 after an overflow), and whether a set flag may skip
+        its step.
 
-        There are no flags if its gradients have not been checked.
+        There are no flags if the gradients of the optimizer have not been checked, or if it is not bound.
         """
         binding = self.bindings.find_optimizer(optimizer)
         if binding is None:
@@ -248,7 +249,7 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Return whether the session has this policy and device type, and its list files have not changed."""
+        """Return whether the session has this policy and device type, and its list files still have the same rules."""
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
@@ -333,7 +334,7 @@ class Session:
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number. Raises LossIdError if there is none."""
+        """Return a loss scaler by its number. Raises LossIdError if there is none, ArgumentTypeError for no integer."""
         if not hasattr(loss_id, "__index__"):
             raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):

@@ -15,13 +15,14 @@ class Stats:
 
     Attributes:
         opt_level: the level, or None without a session.
-        low_dtype: the 16-bit dtype of the level. None without one, or without a session.
+        low_dtype: the 16-bit dtype of the level. None at a level without one, or without a session.
         names_patched: the number of names that hold a replacement, such as `torch.matmul`, and of references to the
             same functions in other modules and models.
         parameters_low, parameters_float32: the numbers of elements in the bound models' parameters of 16 bits, and of
             float32. Tied weights count once.
-        steps: the number of steps that the optimizers that are still alive have taken together.
-        steps_skipped: the number of steps that were skipped, likewise.
+        steps: the number of steps that all optimizers that are still alive have taken together. In a session of
+            `amp_patch.native`, optimizers that were freed count, too.
+        steps_skipped: the number of steps that these optimizers have skipped.
         loss_scales: the scale of each loss, in the order of `loss_id`.
     """
 

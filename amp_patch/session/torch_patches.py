@@ -1,4 +1,4 @@
-"""Lists the patches of torch that a session makes beside those of ops.
+"""Lists the patches of torch that a session makes besides the patches of ops.
 
 `installer.py` also makes changes that replace no function, such as hooks after optimizer steps and the property
 `Optimizer.step_was_skipped`. `checkpoints.py` patches the helpers of torch.distributed.checkpoint once they are
@@ -27,8 +27,9 @@ from .bindings import Bindings
 def plan_with_ops(
     casts: OpCasts | None, oplists: OpLists | None, cache: WeightCache | None, patcher: Patcher
 ) -> Iterator[Patch]:
-    """Yield the patches of functions around ops, which run, record or compile them. `patcher` installs them together
-    with the patches of ops.
+    """Yield the patches of functions that run, record or compile ops.
+
+    `patcher`: installs them, together with the patches of ops.
     """
     yield Patch(torch.jit, "script", lambda original: op_patches.read_originals(original, patcher))
     if casts is not None:
@@ -64,7 +65,7 @@ def _lists_flex_attention(oplists: OpLists) -> bool:
 def plan_for_gradients(bindings: Bindings, *, with_scales: bool) -> Iterator[Patch]:
     """Yield the patches of functions that reduce, zero or clip gradients, or broadcast parameters.
 
-    `with_scales`: the session has masters or a loss scale. Otherwise only DistributedDataParallel is patched.
+    `with_scales`: whether the session has masters or a loss scale. Otherwise, only DistributedDataParallel is patched.
     """
     masters, gradients = bindings.masters, bindings.gradients
     yield Patch(

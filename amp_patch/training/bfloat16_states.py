@@ -20,21 +20,21 @@ _AVERAGES = (
     *("sum", "variance"),
 )
 """Running averages and sums. They are rounded stochastically, because a step may change them by less than half the
-spacing of bfloat16, which is at least 2**-9 of a value: with beta2 = 0.999, an average of squares shrinks by 2**-10.
-Rounded to nearest, such an average would stand still.
+spacing of bfloat16. Half the spacing is at least 2**-9 of a value; with beta2 = 0.999, an average of squares shrinks by
+2**-10 of its value. Rounded to nearest, such an average would stand still.
 """
 
 _OTHERS = ("max_exp_avg_sq", "prev", "step_size")
 """States that a step replaces, or multiplies by a factor that bfloat16 can tell from 1. They are rounded to nearest."""
 
 _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
-"""All these names, numbered."""
+"""The names in both tables, numbered."""
 
-# Not in either: counters and products of decays, which are single numbers; rows and columns of Adafactor, which are
+# In neither table: counters and products of decays, which are single numbers; rows and columns of Adafactor, which are
 # small; and the averaged weights of ASGD, of which the script wants all bits.
 
 _ALIGNMENT = 16
-"""Elements of float32 in a line of the cache."""
+"""The number of float32 elements in a cache line of a CPU (64 bytes)."""
 
 
 class Bfloat16States:
@@ -43,21 +43,25 @@ class Bfloat16States:
     A state is kept as bfloat16 if its name is in one of the tables above, and it is a dense float32 tensor of the shape
     of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32.
 
+    A state is *open* while it is float32, during a step. A step runs in parts (`step_parts`), and each part opens only
+    the states of its own parameters.
+
     Args:
-        optimizer: held by a weak reference.
-        groups: of the optimizer.
-        rounding: shared by all optimizers of the session.
+        optimizer: the optimizer, held by a weak reference.
+        groups: its parameter groups.
+        rounding: the stochastic rounding, shared by all optimizers of the session.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Groups, rounding: StochasticRounding) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._rounding = rounding
         self._groups = groups
-        self._positions: dict[int, int] = {}  # of the first element of each parameter, by the parameter's id
+        self._positions: dict[int, int] = {}  # where each parameter's elements begin, by its id
         self._size = 0  # the number of elements of all parameters
         # bfloat16 tensors whose values are in float32 at present, by the parameter's id and the name of the state
         self._kept: dict[tuple[int, str], Tensor] = {}
-        self._memory: Tensor | None = None  # of open states on a CPU; taken once for a step, because it costs much time
+        # memory for open states on a CPU; taken only once for a step, because fresh memory costs much time
+        self._memory: Tensor | None = None
         self._is_memory_used = False
 
     def begin_step(self) -> None:
@@ -90,7 +94,7 @@ class Bfloat16States:
     def open(self, parameters: Iterable[Any], *, is_private: bool = False) -> None:
         """Replace the bfloat16 states of parameters by their float32 values.
 
-        `is_private`: nobody but an optimizer uses the values, before they are closed.
+        `is_private`: whether nobody but an optimizer uses these values until `close`.
         """
         states = self._get_states()
         opened: list[tuple[dict[str, Any], str]] = []
@@ -114,7 +118,7 @@ class Bfloat16States:
             state[name] = value
 
     def _take_memory(self, sources: list[Tensor]) -> list[Tensor]:
-        """Return float32 tensors in the layouts of other tensors, in memory that is used for each part of a step."""
+        """Return float32 tensors in the layouts of other tensors, in memory that all parts of a step use in turn."""
         starts = [0]
         for source in sources:
             starts.append(starts[-1] + source.numel() + -source.numel() % _ALIGNMENT)
@@ -134,7 +138,7 @@ class Bfloat16States:
         self._rounding.end_step()
 
     def open_all(self) -> None:
-        """Replace all bfloat16 states by their float32 values, which stay."""
+        """Replace all bfloat16 states by their float32 values, and free the bfloat16 tensors."""
         self.open(self._get_states())
         self._kept.clear()
 
@@ -190,7 +194,7 @@ class _Row(NamedTuple):
     Attributes:
         state: all states of its parameter, by name.
         kept: the bfloat16 tensor that gets the value, of the same shape and strides.
-        position: of its first element among all states that the optimizer may have.
+        position: the position of its first element among the elements of all states that the optimizer may have.
     """
 
     state: dict[str, Any]

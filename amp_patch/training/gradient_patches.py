@@ -1,6 +1,6 @@
 """Replacements of functions of torch that zero, clip or reduce gradients."""
 
-__role__ = ""  # in reports of `insight`: see its `sites`
+__role__ = ""  # reports of `insight` do not count ops that run here as ops of amp (see `insight.sites`)
 
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -41,8 +41,8 @@ def clip_masters(
 ) -> Callable[..., Any]:
     """Return a clipping function that takes the master in place of each parameter that has one.
 
-    It first calls `prepare` with the parameters (`GradientSums.prepare_clipping`), which moves gradients to the
-    masters.
+    The function first calls `prepare` with the parameters. It is `GradientSums.prepare_clipping`, which moves gradients
+    to the masters.
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,10 @@ def clip_masters(
 
 
 def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: ScaleUpdates) -> Callable[..., Any]:
-    """Return a function that broadcasts the parameters of a module, their float32 masters and the loss scales."""
+    """Return a replacement of the function with which torch's DistributedDataParallel broadcasts a module's parameters.
+
+    It also broadcasts their float32 masters and the loss scales.
+    """
 
     def sync_module_states(
         module: torch.nn.Module,
@@ -87,7 +90,8 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
     """Return a forward of DistributedDataParallel that first calls `local.on_forward`.
 
-    That records whether the module will reduce its gradients, from a flag that torch reads in the forward, too.
+    `on_forward` records whether the module will reduce its gradients. This depends on a flag that `no_sync` clears, and
+    that torch reads in the forward, too.
     """
 
     def forward(module: torch.nn.parallel.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ class Groups:
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
-        are_split: whether new masters of bfloat16 parameters are split masters.
+        are_split: whether new masters of bfloat16 parameters are split masters (see `split_masters`).
         whole: the parameters of each group while the groups hold only a part of them, else None.
         placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
             removes its master from the groups.

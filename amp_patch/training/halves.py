@@ -2,8 +2,8 @@
 
 A weight is the upper half of its float32 value, rounded half away from zero. The low half is the lower 16 bits of the
 value, as int16. Read as int32, the value is `weight * 2**16 + low`: a low half is negative exactly where the weight was
-rounded away from zero. So `join(split(x)) == x`, bit for bit; a NaN comes back as torch's default NaN. torch's own
-rounding goes half to even, and would lose the direction at a tie.
+rounded away from zero. So `join(split(x)) == x`, bit for bit, except that a NaN may come back as another NaN. torch's
+own rounding goes half to even, and would lose the direction at a tie.
 
 After an edit of a weight, the low half stays, so the value is off by at most half the spacing of bfloat16. A weight of
 0 with a negative low half can only be an edit. It joins to 0.
@@ -26,8 +26,10 @@ _BLOCK = 2**24
 
 
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
-    """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes. All are on one device,
-    except the weights. The low halves are dense. The values stay as they are, also if an interrupt ends the call.
+    """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes.
+
+    Values and low halves are on one device, and the low halves are dense. The values do not change, also if an
+    interrupt ends the call.
     """
     with torch.inference_mode(False), torch.no_grad():
         for chosen in _choose_blocks(lows):
@@ -46,8 +48,8 @@ def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[T
 def join(weights: Sequence[Tensor], lows: Sequence[Tensor], room: Tensor | None = None) -> list[Tensor]:
     """Return the float32 values of weights and low halves, in the layout of the low halves.
 
-    The low halves are dense and on one device. `room`: a flat float32 tensor there, with an element for each of theirs.
-    The values are views of it. None: the values have memory of their own, except that small ones share some.
+    The low halves are dense and on one device. `room`: a flat float32 tensor on this device, with as many elements as
+    all low halves. The values become views of it. None: allocate memory; small values share a block of it.
     """
     joined: list[Tensor] = []
     start = 0

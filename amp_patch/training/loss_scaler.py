@@ -21,20 +21,20 @@ class LossScaler:
     """A static or dynamic loss scale, as in Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2.
 
     By default, a dynamic scale starts at 2**16, halves after a step with a non-finite gradient, and doubles after 2000
-    good steps in a row. The start and each update are clamped to [min_loss_scale, max_loss_scale]. The scale is updated
-    once per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's
-    kernel.
+    good steps in a row. Its start and each update are clamped to [min_loss_scale, max_loss_scale]. It is updated once
+    per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's kernel.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
-    (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count; at 0 the scale backs off. The count is
-    full again when the scale grows.
+    (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count that starts at `hysteresis`. The scale
+    backs off only if the count is then 0. The count is full again when the scale grows.
 
     Attributes:
         warned_scale: the scale at the last warning that it has fallen; inf before the first warning.
         scale: 0-dim float32, on the device where it was last used. An update makes a new tensor, so that blocks can
             keep the scale of their loss.
         known_scale: the last scale that the host knows.
-        found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None if there was none.
+        found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None if no pass was
+            checked since.
         awaits_loss: True for a dynamic scale until a loss is scaled, or the user was warned that none is.
         awaits_backward: True until a scaled loss has gone backward, or the user was warned that none has. Always
             False for a static scale of 1.
@@ -67,7 +67,7 @@ class LossScaler:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the scale of the start, and forget all steps."""
+        """Go back to the first scale, and forget all steps."""
         self.scale = torch.tensor(self._start, dtype=torch.float32)
         self.known_scale = self.scale.item()
         self.warned_scale = math.inf
@@ -123,7 +123,7 @@ class LossScaler:
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scale, the good steps and the overflows left after an update with this flag. Changes nothing."""
+        """Return the scale, the good steps and the overflows left, as they are after an update. Does not update."""
         if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
         # the kernel writes in place, but open blocks may hold the old scale
@@ -142,15 +142,18 @@ class LossScaler:
 
     @property
     def hopeless_after(self) -> int:
-        """The number of skipped steps in a row after which the scale cannot be the cause: as many as lower it by a
-        factor of 2**100, and at least 100.
+        """The number of skipped steps in a row after which a too large scale cannot be the cause of the overflows.
+
+        It is the number of overflows that lower the scale by a factor of 2**100, and at least 100.
         """
         return max(100, self.hysteresis - 1 + math.ceil(100 * math.log(0.5) / math.log(self.backoff_factor)))
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the known scale is smaller than at the start by a factor of 2**100, so that it cannot be the cause of
-        the overflows. Always False for a static scale, and with a `min_loss_scale`.
+        """Whether the known scale is so small that it cannot be the cause of the overflows.
+
+        It is if it has fallen from its start by a factor of 2**100, or to the smallest normal number of float32. Always
+        False for a static scale, and with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
@@ -178,7 +181,7 @@ class LossScaler:
         self.awaits_backward &= not self.is_identity
 
     def pack_state(self, device: torch.device) -> Tensor:
-        """Return the state as one float32 tensor of shape (3,): scale, good steps since it changed, overflows left."""
+        """Return the state as one float32 tensor of shape (3,): the scale, the good steps, and the overflows left."""
         state = (self.scale, self._good_steps, self._overflows_left)
         return torch.stack([value.to(device, torch.float32) for value in state])
 
@@ -188,8 +191,11 @@ class LossScaler:
         self._good_steps, self._overflows_left = state[1].to(torch.int32), state[2].to(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. With a `hysteresis` above 1, it
-        also holds `hysteresis_tracker`, the overflows left before the scale backs off. Waits for the device.
+        """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. Waits for the device.
+
+        `unskipped` is the number of good steps since the last overflow or growth; of a static scale, the number of all
+        steps. With a `hysteresis` above 1, the dict also holds `hysteresis_tracker`: the number of overflows left until
+        the scale backs off.
         """
         scale, good_steps, overflows_left = self._next_state()
         state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}

@@ -1,4 +1,7 @@
-"""`Masters`: the float32 masters of 16-bit parameters, and how each pair is kept in agreement."""
+"""`Masters`: the float32 masters of 16-bit parameters. It keeps each master and its parameter in agreement.
+
+A master is the float32 copy of a parameter on which the optimizer steps.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -7,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import LOW_DTYPES
-from ..multi_tensor import Group, clone, copy_, eq, group, where
+from ..multi_tensor import Group, clone, copy_, eq, group, isnan, where
 from ..reporting import warn
 from ..torch_private import get_version
 from .split_masters import SplitMasters, open_masters
@@ -87,13 +90,13 @@ class _Edit(NamedTuple):
 class Masters:
     """The masters of a session.
 
-    An optimizer step changes masters. Scripts change masters (SAM, Lookahead) and parameters (weight clipping), too.
-    The version counters and addresses at the last copy show whether a script has edited the master or the parameter. If
-    it has edited both, the master wins.
+    An optimizer step changes masters. Scripts edit masters (SAM, Lookahead) and parameters (weight clipping), too. When
+    a master and its parameter are copied, their version counters and addresses are recorded: if these differ later, the
+    script has edited the tensor. If it has edited both, the master wins.
 
-    If a parameter was edited, its master takes over the elements that differ from the rounded master. An `_Edit` is
-    kept until the master is next copied to the parameter. With it, an element that the script sets back gets its old
-    float32 value, and later edits are found although they raise no version counter (through `parameter.data`).
+    If a parameter was edited, its master takes over the elements that differ from the rounded master. An `_Edit` of
+    this is kept until the master is next copied to the parameter. It has two uses: an element that the script sets back
+    gets its old float32 value, and later edits through `parameter.data`, which raise no version counter, are found.
 
     All this is for masters that stay in memory. Split masters (`SplitMasters`) have the parameter as their upper half.
 
@@ -101,6 +104,7 @@ class Masters:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
         is_compiled: whether a model runs in compiled code, which does not call `sync` before its forward pass.
+        is_paused: whether forward passes call no `sync`: the calls of a step are repeated, and may edit copies of weights.
     """
 
     def __init__(self) -> None:
@@ -116,6 +120,7 @@ class Masters:
         self._split = SplitMasters()
         self.has_warned_of_copy = False
         self.is_compiled = False
+        self.is_paused = False
 
     def add(self, parameter: Tensor, master: Tensor) -> None:
         """Register `master` (float32, same shape) as the master of `parameter`, which has none yet."""
@@ -179,7 +184,10 @@ class Masters:
         return values
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
-        """Copy values to the master of a parameter, or keep the values of a buffer, before torch rounds them."""
+        """Copy values to the master of a parameter, or keep them for a buffer that was cast, before torch rounds them.
+
+        Do nothing for any other tensor.
+        """
         master = self.get(tensor)
         if master is not None:
             self.open([master])
@@ -229,7 +237,7 @@ class Masters:
     def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
         """Give split masters their float32 values, until `copy_to_parameters`.
 
-        `is_private`: nobody but an optimizer uses the values.
+        `is_private`: whether nobody but an optimizer uses the values.
         """
         if is_private:
             self._split.open_for_step(list(masters))
@@ -260,9 +268,9 @@ class Masters:
         self._copy_some([self._index[id(parameter)] for parameter in parameters if id(parameter) in self._index])
 
     def refresh(self) -> None:
-        """Sync, then copy all masters to their parameters, also masters that were edited through `master.data`.
+        """Sync, then copy all masters to their parameters.
 
-        No version counter shows such edits.
+        So edits through `master.data`, which raise no version counter, count as well.
         """
         self.sync()
         self._copy_all()
@@ -272,7 +280,7 @@ class Masters:
         self._split.end_step([parameter for parameter, _ in pairs])
 
     def free_memory(self) -> None:
-        """Let go of memory that split masters need only between steps and backward passes."""
+        """Let go of memory that split masters need only between a step and the next backward pass."""
         self._split.sync(both_ways=False, frees_memory=True)
 
     def copy_from_parameters(self, *, warns: bool = False, rechecks: bool = True) -> None:
@@ -362,7 +370,7 @@ class Masters:
             values = where(_equals_rounded(parameter, edit.before), edit.before, values)
             values = where(_equals_rounded(parameter, edit.after), edit.after, values)
             # an element that the script has written to the master meanwhile, through `master.data`, wins
-            is_unwritten = eq(master, edit.after)
+            is_unwritten = where(isnan(edit.after), isnan(master), eq(master, edit.after))
             values = where(is_unwritten, values, master)
             before = where(is_unwritten, edit.before, master)
             copy_([([master], [values])])

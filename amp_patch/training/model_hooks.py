@@ -280,7 +280,7 @@ class SyncMasters(SessionHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         masters: Masters | None = self._target()
-        if masters is None:
+        if masters is None or masters.is_paused:
             return
         if compiling.is_compiling():
             masters.is_compiled = True

@@ -345,7 +345,7 @@ class OptimizerBinding:
             has_states = self._states is not None
             run = functools.partial(step_in_parts, optimizer, self.groups, whole_step, has_states, *part_calls)
             args, kwargs = (), {}
-        elif self._split_masters:  # an optimizer with split masters may share them
+        elif self._split_masters:  # some may be split masters that another optimizer of the session has made
             self._masters.open(self.groups.parameters())
         if self._switch.on:
             with self._switch.region(Mode.OFF):
@@ -375,7 +375,7 @@ class OptimizerBinding:
     def _drop_gradients(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Drop the gradients of the masters, except gradients that another optimizer has yet to step on.
 
-        `parameters`: only of the masters among these.
+        `parameters`: drop only the gradients of the masters among these. None: of all masters.
         """
         still_needed: set[int] = set()
         for partner in self.flags.partners:

@@ -60,8 +60,8 @@ class OverflowFlags:
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Add the flag of a block to the flag of its scaler, on which the next step depends.
 
-        An overflow that the flags of a partner show already is not found again in a shared parameter (`mask`). So these
-        flags count, too.
+        If the flags of a partner already show an overflow in a shared parameter, `mask` has removed it from the flag of
+        the block. So the flags of partners are added, too.
         """
         for partner in self.partners:
             for flag in partner.found_inf.values():

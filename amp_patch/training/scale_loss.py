@@ -29,7 +29,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         gradients: all gradients of the session.
         is_delayed: whether to leave the gradients scaled and unchecked when the block ends.
         switch: the switch of the session's casts.
-        cache: the weight cache of the session, or None without one. The block invalidates its copies.
+        cache: the weight cache of the session, or None without one. The block invalidates the copies in it, unless it
+            is delayed.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         self._cache = cache if not is_delayed else None  # a delayed block leaves the copies for the next block
 
     def __enter__(self) -> Tensor:
-        loss, self._loss = self._loss, None  # the block must not keep the graph alive
+        loss, self._loss = self._loss, None  # the block must not keep the graph of the loss alive
         if loss is None:
             raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
         if self._cache is not None and not self._gradients.open_blocks():
@@ -83,7 +84,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self.has_failed = kind is not None
         with without_functions():
-            # after an exception, end it even if it is delayed, because the script may not enter another block
+            # after an exception, do not leave gradients to a later block: the script may not enter one
             self._gradients.end(self, is_delayed=self._is_delayed and not self.has_failed)
         if self._cache is not None:
             self._cache.invalidate_all()
@@ -91,7 +92,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn once if its optimizers have gradients, although the scaled loss did not go backward."""
+        """Warn once if the optimizers of the block have gradients, although the scaled loss did not go backward."""
         for flags in self.affected:
             if any(map(has_gradient, flags.groups.parameters())):
                 self.scaler.awaits_backward = False

@@ -18,7 +18,7 @@ from .loss_scaler import LossScaler
 from .step_log import is_capturing, stop_if_hopeless, warn_of_small_scale
 
 READ_EVERY = 32
-"""The host reads the scales after 32 updates of dynamic scales outside of steps."""
+"""The host reads the scales once dynamic scales were updated so many times outside of steps."""
 
 
 class ScaleUpdates:

@@ -1,9 +1,12 @@
 """`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
 
-Between steps, a split master is its bfloat16 parameter and an int16 low half (see `halves`). An edit of the parameter
-is one of the master (see `LowHalf`). The master is then *closed*: an object of `ClosedMaster`, which gets its float32
-values when Python code first uses them, and is an ordinary `torch.nn.Parameter` again, *open*, until the next step. It
-is the same object all the time, so groups, optimizer states and scripts may hold it.
+A master is the float32 copy of a parameter on which the optimizer steps. While nobody uses it, a split master is
+*closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low half
+(see `halves`). So an edit of the parameter is an edit of the master (see `LowHalf`).
+
+A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
+ordinary `torch.nn.Parameter`, until the next step has ended. It is the same object all the time, so groups, optimizer
+states and scripts may hold it.
 
 A closed master keeps its gradient in the dtype in which the backward pass left it, until Python code reads it, or the
 master is opened.
@@ -44,7 +47,7 @@ _WITHOUT_VALUES = frozenset(
         torch.is_complex,
     }
 )
-"""What can be asked of a closed master without its values."""
+"""The functions that need no values of a master, so a closed master stays closed when one is called."""
 
 _GRADIENT: Any = Tensor.grad
 _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
@@ -57,7 +60,7 @@ class ClosedMaster(nn.Parameter):
     used while it is closed.
 
     Attributes:
-        low_half: what its values are made from, with the parameter.
+        low_half: the low half, from which its values are made together with the parameter.
     """
 
     low_half: "LowHalf"
@@ -87,7 +90,7 @@ class ClosedMaster(nn.Parameter):
 
 
 class LowHalf:
-    """The low half of one split master, and how its master and parameter were when it was last opened or written.
+    """The low half of one split master, and the state of its master and parameter when they were last recorded.
 
     If a script edits the parameter, the edited elements of the master are those in which the parameter differs from
     `written`. They have the values of the parameter, and the others keep their low halves. Without `written`, which
@@ -97,12 +100,12 @@ class LowHalf:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
         gradient: the gradient of the closed master if it is not in float32 yet, else None. Its layout is that of `low`.
-        written: what the parameter was when the master was last written, or None.
+        written: a copy of the parameter from when the master was last written, or None.
         has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master, so that nobody else can hold its values.
-        is_marked: whether the open master counts as edited: an optimizer has changed it (fused optimizers raise no
-            version counter), or it is being written.
+        is_marked: whether the open master counts as edited, whatever its version counter says: a step has opened it, an
+            optimizer has changed it (fused optimizers raise no version counter), or it is being written.
     """
 
     def __init__(self, parameter: Tensor, low: Tensor) -> None:
@@ -135,7 +138,7 @@ class LowHalf:
         self._alias = None
 
     def keep_written(self, written: Tensor) -> None:
-        """Keep a copy of the parameter, as it is now."""
+        """Keep `written`, a copy of the parameter as it is now."""
         self.record_parameter()
         self.has_edits = False
         self.written = written
@@ -145,13 +148,13 @@ class LowHalf:
         self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
-        """Return whether the open master has changed since it was recorded."""
+        """Return whether the open master has changed since it was recorded, or counts as edited (`is_marked`)."""
         if self.is_marked or self._alias is None:
             return True
         return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has changed since it was recorded."""
+        """Return whether the parameter has changed since it was recorded. False if nothing is recorded."""
         if self._parameter_alias is None:
             return False
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
@@ -222,7 +225,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
     """Give closed masters their float32 values and gradients. Masters that are open stay as they are.
 
     Args:
-        is_private: nobody but an optimizer uses the values before they are written.
+        is_private: whether nobody but an optimizer uses the values before they are written.
         room: memory for the values of private masters on a CPU. See `join`.
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
@@ -296,8 +299,10 @@ class SplitMasters:
         self._room: Tensor | None = None  # memory on the CPU for the open masters of a step
 
     def add(self, parameter: Tensor, data: Tensor | None) -> Tensor:
-        """Make a closed master of a parameter. Write its values `data` (float32) to the parameter. None: take over the
-        values of the parameter.
+        """Make a closed master of a parameter, and return it.
+
+        `data`: the float32 values of the master. They are also written to the parameter, rounded. If it is None, the
+        master has the values of the parameter.
         """
         low = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
         if data is not None:
@@ -350,11 +355,14 @@ class SplitMasters:
         _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
 
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Write open masters to their parameters and low halves, and close them. `parameters`: only masters of these.
+        """Write open masters to their parameters and low halves, and close them.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict, and if
-        the script has cast its parameter, which has no low half then. The copies of parameters that a step has written
-        are made by `end_step`, when the gradients are gone.
+        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. It
+        also stays open if the script has cast the parameter, which then is no upper half. After a step, `end_step`
+        makes the copies of parameters (`LowHalf.written`), when the gradients are gone.
+
+        Args:
+            parameters: write only their masters; None for all.
         """
         rows = self._find(parameters)
         opened = [row for row in rows if type(row[0]) is not ClosedMaster]
@@ -379,10 +387,13 @@ class SplitMasters:
             _close_unused(opened)
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
-        """Let edits of parameters count. With `both_ways`, also write edited masters.
+        """Let edits of parameters count. Return whether open masters were edited.
 
-        If a script has edited both, the master wins. Return whether masters were edited. `frees_memory`: let go of
-        `LowHalf.written` where the parameter was not edited, because a backward pass may follow.
+        Args:
+            both_ways: whether to write edited masters to their parameters. If a script has edited both, the master
+                wins.
+            frees_memory: whether to let go of `LowHalf.written` where the parameter was not edited, because a backward
+                pass, which needs the memory, may follow.
         """
         edited: list[Tensor] = []
         outdated: list[tuple[Tensor, LowHalf]] = []
@@ -441,8 +452,9 @@ def _take_over(master: Tensor, half: LowHalf) -> None:
 
 
 def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
-    """Close masters, except those whose memory the script holds as well, and those whose parameter it has cast. Record
-    the state of these.
+    """Close masters, except those whose values the script holds, and those whose parameter it has cast.
+
+    Record the state of the masters that stay open.
     """
     closable = [row for row in opened if row[1].is_private and row[1].is_joinable()]
     by_storage: dict[int, list[tuple[Tensor, LowHalf]]] = {}

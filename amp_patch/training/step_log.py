@@ -26,12 +26,12 @@ WARN_AGAIN = 2.0**-24
 
 
 class Outcome:
-    """The flags of one step (0-dim float32). The copy to the host begins when the object is made.
+    """The overflow flags of one step, a 0-dim float32 tensor for each scaler. Their copy to the host begins at once.
 
     Attributes:
         may_skip: whether one of the scalers is dynamic.
         is_read: whether `read` was called, which sets the next three attributes.
-        overflowed: the scalers whose flags are set.
+        overflowed: the scalers whose flags are set, because a gradient was inf or NaN.
         is_skip: whether one of these scalers is dynamic, so that the step is skipped.
         scales: the scale of each scaler after this step. Later steps may have changed it since.
     """
@@ -73,7 +73,7 @@ def is_capturing() -> bool:
 
 
 def waits_for_each() -> bool:
-    """Return whether each step is to wait for its flags, so that messages can name the parameters."""
+    """Return whether each step waits for its flags, so that messages can name the parameters."""
     return reports_parameters() and not is_capturing()
 
 
@@ -116,9 +116,10 @@ class StepLog:
     def add(self, outcome: Outcome | None) -> None:
         """Record a step, and report all steps whose flags are known by now.
 
-        `outcome` is None if the step had no flag, so that it was taken. Every `CHECK_EVERY`th step of that kind waits
-        for the device, until a warning. Raises GradientOverflowError after so many skips in a row, or if a scale has
-        fallen so far, that a smaller scale would not help.
+        `outcome` is None if no block has checked gradients for the step, so that it was taken. Gradients of every
+        `CHECK_EVERY`th step of this kind are checked here, which waits for the device, until a warning. Raises
+        GradientOverflowError after so many skips in a row, or if a scale has fallen so far, that a smaller scale would
+        not help.
         """
         if outcome is None and not self._pending:
             self._count(is_skip=False)
@@ -190,7 +191,7 @@ class StepLog:
             "reducing loss scale to" if scaler.hysteresis == 1 else "goes on with loss scale",
             scale,
         )
-        if is_latest and waits_for_each():  # otherwise, later backward passes have changed the gradients
+        if is_latest and waits_for_each():  # otherwise, later backward passes may have changed the gradients
             names = self._find_culprits()
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             where = f"in {', '.join(names[:5])}{more}" if names else "in no parameter of this process"

@@ -1,5 +1,5 @@
 """`step_in_parts`: takes the step of an optimizer a part of its parameters at a time, so that few split masters are
-open at once.
+open at once: only an open one takes memory for its float32 values (see `split_masters`).
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from .groups import Groups
 from .split_masters import ClosedMaster, has_gradient
 
 _PART_ON_CPU = 2**20
-"""Float32 numbers that are open in a part: 4 MiB. A part has at least one parameter."""
+"""The most float32 numbers that are open in a part (4 MiB), unless a single parameter needs more."""
 
 _PART = 2**24
 """The same on other devices, where each kernel costs a launch."""
@@ -45,7 +45,7 @@ def step_in_parts(
         has_states: whether states are opened, too.
         begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
             the script runs in the step.
-        end_part: called with the parameters of each part after their step.
+        end_part: called after the step of each of several parts, with its parameters that have a gradient.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
@@ -71,7 +71,7 @@ def step_in_parts(
 def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
     """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened.
 
-    `are_split`, `has_states`: what is opened.
+    `are_split`: whether split masters are opened. `has_states`: whether states are.
     """
     sized: list[tuple[int, int, Tensor]] = []
     with without_overrides():

@@ -527,6 +527,27 @@ def test_a_layer_itself_is_returned_as_a_new_one_and_a_lazy_one_is_refused():
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm1d()))
 
 
+def test_converting_a_converted_model_keeps_the_options_of_its_layers():
+    layer, x = SyncBatchNorm(5, channel_last=True, fuse_relu=True), torch.randn(3, 2, 5)
+    expected = copy.deepcopy(layer)(x)
+    torch.testing.assert_close(convert_syncbn_model(nn.Sequential(layer))(x), expected)
+
+
+class BatchNormAct(nn.BatchNorm1d):
+    def __init__(self, act):
+        super().__init__(4)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_a_layer_whose_activation_would_be_lost_is_refused():
+    with pytest.raises(amp.ModelError, match="also runs its act, .* timm.layers.convert_sync_batchnorm"):
+        convert_syncbn_model(nn.Sequential(BatchNormAct(nn.ReLU())))
+    assert type(convert_syncbn_model(BatchNormAct(nn.Identity()))) is SyncBatchNorm
+
+
 def test_layers_can_be_copied_and_work_without_a_process_group():
     x = torch.randn(3, 2, 5)
     layer = SyncBatchNorm(5, channel_last=True, fuse_relu=True)

@@ -6,6 +6,7 @@ Guards: cli/trace, cli/traced_run, cli/trace_fix, cli/ranks, cli/recording, insi
 import functools
 import json
 import re
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,11 @@ import pytest
 from amp_patch import insight
 from amp_patch.cli.main import main
 from amp_patch.cli.ranks import name_for_node
+from amp_patch.cli.scripts import WatchedRun
+from amp_patch.cli.traced_run import TracedRun
 from amp_patch.insight import Recording
+from amp_patch.insight.quiet_record import QuietCause, QuietRecord
+from amp_patch.insight.recorder import make_empty_run
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -107,6 +112,14 @@ def test_what_cannot_be_looked_at_is_trouble(source, told, call):
 def test_ctrl_c_in_a_script_is_one_line_below_what_was_found(call):
     source = script(bad=None).replace('print("step", number)', "if number == 2:\n        raise KeyboardInterrupt")
     assert call(source) == (130, "every value fits, in 3 steps\n", "amp-patch trace: interrupted\n")
+
+
+def test_ctrl_c_before_a_step_ends_the_command_after_the_quiet_losses(capsys):
+    recording = Recording(make_empty_run(), [QuietRecord(QuietCause.COLLAPSED, 0, 1, 1, dtype="bf16", kept=0.5)])
+    traced = TracedRun(WatchedRun(-signal.SIGINT, [0], [recording]), 0, "amp-patch trace")
+    with pytest.raises(KeyboardInterrupt):
+        traced.report_none()
+    assert "lost quietly" in capsys.readouterr().out
 
 
 def test_a_script_that_fails_over_the_fault_is_told_of_it(call):

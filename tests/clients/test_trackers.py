@@ -53,6 +53,19 @@ def test_every_other_step_to_a_function(level):
     assert {value for tag, value, _ in entries if tag == "amp/loss_scale"} == {2.0**8 if options else 1.0}
 
 
+def test_the_norm_covers_sparse_and_complex_gradients():
+    table, wave = nn.Embedding(5, 2, sparse=True), nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([*table.parameters(), wave], lr=0.0)
+    amp.initialize(table, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    # row 1 is read twice, so its gradient is (2, 2); the gradient of `wave` is (3, 3)
+    backward(table(torch.tensor([1, 1, 2])).sum() + 3 * wave.real.sum(), optimizer)
+    entries = {}
+    track = Tracker(lambda tag, value, step: entries.update({tag: value}), every=1)
+    track(optimizer)
+    track.flush()
+    assert entries["amp/grad_norm"] == pytest.approx((4 + 4 + 1 + 1 + 9 + 9) ** 0.5)
+
+
 def test_a_skipped_step_is_seen():
     entries = []
     options = {"loss_scale": {"init": 2.0**8}}

@@ -54,6 +54,8 @@ SURE = {
     "dtype-by-name": "model = Net().to(getattr(torch, 'bfloat16'))  # AMP601\n" + ADAM,
     "pretrained": "model = AutoModel.from_pretrained(name, torch_dtype=torch.bfloat16)  # AMP601\n" + ADAM,
     "pretrained-by-text": "model = AutoModel.from_pretrained(name, dtype='float16')  # AMP601\n" + ADAM,
+    "default-dtype-of-the-module": "torch.set_default_dtype(torch.bfloat16)  # AMP601\ndef main():\n"
+    "    model = Net()\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
     "default-dtype": "torch.set_default_dtype(torch.bfloat16)  # AMP601\nmodel = Net()\n" + ADAM,
     "built-by-a-function": "def build():\n    net = Net()\n    return net.half()  # AMP601\nmodel = build()\n" + ADAM,
     "dtype-as-an-argument": "def build(dtype):\n    return Net().to(dtype)  # AMP601\n"
@@ -122,9 +124,20 @@ SURE = {
 
 UNSURE = {
     "flag": "dtype = torch.bfloat16 if args.bf16 else torch.float32\nmodel = Net().to(dtype)  # AMP601\n" + ADAM,
+    "unknown-in-the-other-arm": "dtype = torch.bfloat16 if args.low else pick()\nmodel = Net().to(dtype)  # AMP601\n"
+    + ADAM,
+    "unknown-in-a-table": "dtype = {'low': torch.bfloat16, 'auto': pick()}[args.dtype]\n"
+    "model = Net().to(dtype)  # AMP601\n" + ADAM,
     "cast-under-an-if": "model = Net()\nif args.half:\n    model.half()  # AMP601\n" + ADAM,
     "default-of-an-option": "parser.add_argument('--dtype', default='bfloat16')\n"
     "model = Net().to(getattr(torch, args.dtype))  # AMP601\n" + ADAM,
+    "default-dtype-under-an-if": "if args.half:\n    torch.set_default_dtype(torch.half)  # AMP601\n"
+    "model = Net()\n" + ADAM,
+    "argument-that-a-parser-sets": "def main(dtype='bfloat16'):\n"
+    "    model = Net().to(getattr(torch, dtype))  # AMP601\n"
+    "    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\nfire.Fire(main)\n",
+    "field-that-a-parser-sets": "class Config:\n    dtype: str = 'bfloat16'\nconfig = tyro.cli(Config)\n"
+    "model = Net().to(getattr(torch, config.dtype))  # AMP601\n" + ADAM,
     "running-value": "dtype = torch.float32\nif args.bf16:\n    dtype = torch.bfloat16\n"
     "total = torch.zeros((), dtype=dtype)  # AMP604\nfor x in batches:\n    total += x\n",
     "region": "dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}[args.dtype]\n"
@@ -136,6 +149,8 @@ HEALTHY = {
     "cast-after-training": "model = Net()\n" + ADAM + "model.half()\nmodel(x)\n",
     "cast-in-another-function": "def serve():\n    model = Net().half()\ndef train():\n    model = Net()\n"
     "    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
+    "field-that-is-passed": "class Config:\n    dtype: str = 'bfloat16'\nconfig = Config(dtype='float32')\n"
+    "model = Net().to(getattr(torch, config.dtype))\n" + ADAM,
     "teacher": "teacher = Net().half()\nmodel = Net()\n" + ADAM,
     "frozen-beside-a-head": "model = Net().half()\nmodel.requires_grad_(False)\nmodel.head = nn.Linear(4, 2)\n" + ADAM,
     "trained-part-in-float32": "model = Net().half()\nmodel.head.float()\n" + ADAM,

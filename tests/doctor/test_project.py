@@ -101,15 +101,16 @@ def notebook(*cells: object) -> str:
 
 
 def test_findings_in_notebooks_name_cell_and_line(write):
-    magics = "%matplotlib inline\n!pip install apex \\\n    --quiet 2gb\nfiles = !ls\nmodel?\nif files:\n    %time\n"
+    magics = "pip install -q torch==2.6\n%matplotlib inline\n!pip install apex \\\n    --quiet 2gb\n"
+    magics += "files = !ls\nmodel?\nif files:\n    %time\n"
     cells = [
         magics + SETUP,
         "%%bash\nrm -r = =",
-        "%%time\nx = (7\n% 3)\n" + FAULT,
+        "%%time\nx = (7\n% 3\n!= 1)\n" + FAULT,
         (FAULT + "\n# more").splitlines(True),
     ]
     (finding,) = diagnose(write(notebook(*cells), "train.ipynb"))
-    assert finding.location() == f"{finding.path}:cell 3:4:1"
+    assert finding.location() == f"{finding.path}:cell 3:5:1"
 
 
 def test_a_cell_that_is_no_python_is_one_finding_and_the_others_are_read(write):

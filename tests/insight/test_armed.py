@@ -219,7 +219,7 @@ def test_state_that_cannot_be_put_back_is_told():
         return loss * factor
 
     step = make_trainer(compute_loss, model)
-    assert "Summing has given other values than the first time" in arm(step, bad=math.nan).troubles[0].differences
+    assert "Summing returned other values than the first time" in arm(step, bad=math.nan).troubles[0].differences
 
 
 class Doubled(torch.autograd.Function):
@@ -384,21 +384,25 @@ def test_a_script_may_swap_its_weights_and_draw_new_ones_while_it_is_watched(wat
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_a_forward_pass_that_writes_weights_is_repeated_without_writing_them_again(level):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_forward_pass_that_writes_weights_is_repeated_without_writing_them_again(level, passes):
     def train(is_armed):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Embedding(8, 16, max_norm=0.5), nn.Linear(16, 1))
+        net = nn.Sequential(nn.Embedding(64, 4, max_norm=0.75), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         amp.initialize(net, optimizer, opt_level=level, loss_scale={"init": 4.0}, verbosity=0)
+        weights = []
         with insight.armed(then="go") if is_armed else contextlib.nullcontext():
             for step in range(3):
-                loss = net(torch.arange(8)).float().square().mean() * (math.nan if step == 1 else 1)
-                with torch.no_grad():
-                    net[0].weight.mul_(4)  # beyond the norm again
-                backward(loss, optimizer)
+                for number in range(passes):
+                    loss = net(torch.arange(64)).float().square().mean() * (math.nan if step == 1 else 1)
+                    if number in (0, passes - 2):
+                        with torch.no_grad():
+                            net[0].weight.mul_(4.1)  # beyond the norm again
+                    backward(loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-        weights = [weight.detach().clone() for weight in net.parameters()]
+                weights += [weight.detach().clone() for weight in (*net.parameters(), *amp.master_params(optimizer))]
         amp.reset()
         return weights
 

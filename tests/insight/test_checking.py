@@ -292,6 +292,18 @@ def test_a_line_that_went_and_a_line_that_came_are_no_pair():
     assert pair.after.site == "train.py:2"
 
 
+def test_a_layer_that_went_from_a_sequential_is_the_only_difference():
+    before = [
+        ContractOp("2", "aten.relu", ("f32",), ("f32",), "", "", "train.py:1", 1),
+        ContractOp("3", "aten.linear", ("f32",), ("f32",), "", "", "train.py:2", 1),
+    ]
+    after = [replace(before[0], module="3")]  # the number of the second layer is the number of the first now
+    differences = find_differences(before, after)
+    assert (differences.moved, differences.vanished, differences.appeared) == ([], before[1:], [])
+    differences = find_differences(after, before)
+    assert (differences.moved, differences.vanished, differences.appeared) == ([], [], before[1:])
+
+
 def test_a_model_that_joins_later_has_no_first_weights_and_adds_no_ops_of_the_check(tmp_path):
     source = ALIKE.replace("v = b(x).float()", "v = (b if step else a)(x).float()")
     contract = measurer(tmp_path / "train.py", source).measure_again()

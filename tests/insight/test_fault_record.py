@@ -54,6 +54,7 @@ FULL = FaultRecord(
         loss_scale=1024.0,
         trail=(("mul", 7.0), ("exp", math.inf)),
         is_of_rounding=True,
+        is_untested=True,
         lost=1e-8,
         eps=1e-6,
         lr=0.5,
@@ -95,7 +96,7 @@ def test_the_parts_are_flat_in_json_and_none_has_the_value_of_each_key(tmp_path)
     assert (line["share"], line["largest"], line["in_float32"]) == ("nan", "nan", "inf")
     assert (line["lost"], line["summed"], line["loss_scale"], line["of"], line["rank"]) == (0.0, 0.0, 1.0, 0, 0)
     assert {line[key] for key in ("scale", "eps", "lr", "skipped")} == {None}
-    assert len(line) == 41 and "came_in" not in line
+    assert len(line) == 42 and "came_in" not in line
 
 
 @pytest.mark.parametrize("fault", [FULL, EMPTY], ids=["all fields", "no fields"])

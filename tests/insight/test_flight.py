@@ -99,6 +99,14 @@ def test_gradients_come_without_the_loss_scale(mode):
     assert scales == [(2.0**10,) * 2 if mode in ("scaler", "fused") else (2.0**16,) * 2]
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_scaler_can_be_copied_and_pickled_while_it_is_recorded(duplicate):
+    scaler, net = torch.amp.GradScaler("cpu", init_scale=8.0), make_net()
+    with insight.FlightRecorder().attach(net, torch.optim.SGD(net.parameters(), lr=0.1), scaler):
+        other = duplicate(scaler)
+    assert other.step.__func__ is torch.amp.GradScaler.step and other.step.__self__ is other
+
+
 def test_a_step_that_a_scaler_skips_is_counted_and_sampled():
     recorder = insight.FlightRecorder(every=3)
     train("scaler", steps=7, recorder=recorder, spike=3)

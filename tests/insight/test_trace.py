@@ -21,6 +21,7 @@ from training import backward, take_step
 
 import amp_patch as amp
 from amp_patch import NonFiniteError, insight
+from amp_patch.insight import ops
 from amp_patch.insight.causes import find_remedy
 from amp_patch.insight.fault_record import Cause, Evidence, FaultRecord, Origin, Phase, Value
 from amp_patch.insight.records import RunRecord
@@ -144,6 +145,23 @@ def test_a_trail_of_what_is_not_finite_is_written_and_read_and_told(number, tmp_
     (read,) = again.of(FaultRecord)
     assert repr(read.trail) == repr(fault.trail)
     assert insight.format_fault(read, again.run) == insight.format_fault(fault, again.run)
+
+
+@pytest.mark.parametrize(("loss_scale", "is_search"), [(1024.0, False), ("dynamic", True)])
+def test_an_op_that_torch_cannot_run_in_float32_may_need_a_smaller_loss_scale(loss_scale, is_search, monkeypatch):
+    """As flash attention on a GPU, which takes 16 bits only. Here, it is the product that computes a gradient."""
+    run = ops.run_in_float32
+    monkeypatch.setattr(ops, "run_in_float32", lambda op: None if op.overload.name == "mul" and op.node else run(op))
+    model = Sandwich(calling(lambda h: h / 256 * 256))  # the gradient of the product is too large
+    weights = torch.full((8, 1), 1024 / 65536 if is_search else 1.0)  # the gradient of the output is 1024 at each scale
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    enlarge(model.last.weight, 8.0)
+    step = start(model, lambda: (model(x).float() * weights).sum(), loss_scale=loss_scale)
+    recording = insight.trace(step, on_fault="record")
+    (fault,) = recording.searches if is_search else recording.faults
+    assert (fault.aten, fault.phase, fault.is_untested) == ("mul", "backward", True)
+    assert "torch cannot run this op in float32" in insight.format_fault(fault, recording.run)
+    assert "no loss scale helps" not in insight.format_fault(fault, recording.run)
 
 
 def test_a_padded_input_that_comes_to_nothing_is_no_fault():
@@ -324,6 +342,18 @@ def test_layers_at_one_place_in_several_sequentials_are_one_pattern():
             layer[2].weight.copy_(1e-4 * torch.eye(16))
     (fault, *_) = find(make_step(Sandwich(layers), level="O2", loss_scale=1.0))
     assert fault.regions[0] == 'match: "between.*.0"'
+
+
+def test_a_level_that_casts_the_model_is_told_no_rules_for_ops(tmp_path):
+    """A list has only module rules there: `blacklist: [exp]` would do nothing."""
+    (tmp_path / "own.yaml").write_text("extends: null\nmodules: [{match: first, run: float32}]\n")
+    model, x = Sandwich(nn.ReLU()), torch.randn(8, 16)
+
+    def compute_loss():
+        return (model(x) * torch.exp(torch.full((), 12.0, dtype=torch.half))).mean()
+
+    (fault, *_) = find(start(model, compute_loss, level="O2", loss_scale=1.0, lists=tmp_path / "own.yaml"))
+    assert (fault.op, fault.ops) == ("aten.exp", ())
 
 
 def test_a_list_of_many_rules_has_one_on_a_line():

@@ -396,6 +396,14 @@ def test_functions_can_be_scripted_between_loss_and_step() -> None:
         assert torch.jit.script(norm)(torch.ones(4)) == 2
 
 
+def test_functions_of_torch_func_run_between_loss_and_step() -> None:
+    training = Training()
+    with native.install():
+        training.scaler.scale(training.loss()).backward()
+        assert torch.func.vmap(torch.norm)(torch.ones(2, 4)).tolist() == [2, 2]
+        assert torch.func.grad(lambda x: x.pow(2).sum())(torch.ones(2)).tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(("step", "kind"), RAISING)
 @pytest.mark.filterwarnings("ignore:.*test_scaler_watch")
 def test_an_error_of_the_scaler_has_a_note(step, kind) -> None:

@@ -721,7 +721,8 @@ class ByHand:
         if not self.is_split or parameter.dtype is not torch.bfloat16:
             return master.to(parameter.dtype)
         bits = master.detach().view(torch.int32)
-        return ((bits + 0x8000) & -0x10000).view(torch.float32).bfloat16()
+        rounded = ((bits + 0x8000) & -0x10000).view(torch.float32)
+        return torch.where(master.detach().isnan(), master.detach(), rounded).bfloat16()  # NaN bits may overflow to 0
 
     def look_at(self, key: int, master: Tensor) -> None:
         self.known[key] = master.detach().clone(), master.detach(), master._version

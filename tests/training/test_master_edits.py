@@ -276,6 +276,21 @@ def assert_equal(left, right):
         assert torch.equal(a, b)
 
 
+def test_weights_that_are_put_back_after_a_step_to_nan_stay(level):
+    model, optimizer = start(level)
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    backward(loss_of(model) * float("nan"), optimizer)
+    optimizer.step()
+    assert all(master.isnan().any() for master in amp.master_params(optimizer))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), saved, strict=True):
+            parameter.copy_(value)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_equal(model.parameters(), saved)
+    assert_equal([master.to(LOWS[level]) for master in amp.master_params(optimizer)], saved)
+
+
 def test_an_edit_right_after_loading_stays(level):
     model, optimizer = start(level)
     saved = {name: value * 2 for name, value in model.state_dict().items()}

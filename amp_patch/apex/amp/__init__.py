@@ -1,9 +1,9 @@
-"""`apex.amp` on top of `amp_patch`: every public function, and the private names that scripts use.
+"""`apex.amp` on top of `amp_patch`: Apex's public functions, and the private names of it that scripts use.
 
-As in Apex, `amp._amp_state` is the state object, not the submodule of that name.
+As in Apex, `amp._amp_state` is the object `_amp_state` of the submodule `_amp_state`, and not the submodule.
 """
 
-__role__ = "amp"  # in reports of `insight`: see its `sites`
+__role__ = "amp"  # the role of this code in reports; `insight/sites.py` lists the roles
 
 from . import __version__ as __version__
 from . import _initialize as _initialize

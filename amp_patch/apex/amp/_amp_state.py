@@ -16,9 +16,9 @@ master_params = api.master_params
 class AmpState:
     """The state of amp.
 
-    As in Apex, some attributes exist only from a call on that sets them: `opt_properties` from the first `initialize`,
-    the bounds of the loss scale from the first with `enabled=True`, `handle` from the first that patches functions or
-    from the first `init`.
+    As in Apex, some attributes do not exist until a call sets them. `initialize` sets `opt_properties`. `initialize`
+    with `enabled=True` sets `min_loss_scale` and `max_loss_scale`. `init`, and an `initialize` that patches functions,
+    set `handle`.
 
     Attributes:
         allow_incoming_model_not_fp32: whether `initialize` accepts models that are in 16 bits already.
@@ -36,7 +36,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """0 prints no messages; it can be set at any time."""
+        """Above 0, messages are printed. Scripts may set it at any time."""
         return self._verbosity
 
     @verbosity.setter
@@ -61,9 +61,7 @@ class AmpState:
         return self._views
 
     def clear_overflow(self, loss_id: int) -> None:
-        """Forget the overflow of a loss. A `scale_loss` block calls this at its end, unless amp is off, unscaling is
-        delayed, or the block raised.
-        """
+        """Forget that gradients of the loss `loss_id` overflowed. Does nothing before `loss_scalers` was read."""
         if loss_id < len(self._views):
             self._views[loss_id].clear_overflow_state()
 

@@ -1,11 +1,12 @@
 """Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 on every device. The op list is `lists/apex.yaml`,
-which bans `binary_cross_entropy`. Messages are printed on stdout.
+As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 on every device. (`amp-patch run --opt-level LEVEL`
+may replace a script's level by any of amp_patch's.) The op list is `lists/apex.yaml`, which bans
+`binary_cross_entropy`. Messages are printed on stdout.
 
 Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may
-be called again. A later call with the same options adds its models. A later call with other options ends the first
-session: earlier models become float32 again.
+be called again. A later call with the same options adds its models and optimizers, and starts the loss scales anew. A
+later call with other options ends the first session: earlier models become float32 again.
 """
 
 import collections
@@ -157,7 +158,7 @@ def _choose_policy(
 ) -> tuple[Policy, Properties]:
     """Return the policy for the arguments of `initialize`, and its options as `Properties`. Print the options.
 
-    `amp-patch run --opt-level LEVEL` replaces the script's level.
+    If `amp-patch run --opt-level LEVEL` started the script, use that level instead of the script's.
 
     Args:
         given: the arguments of `initialize` that are Apex's options; None for an option that the script leaves open.
@@ -212,7 +213,10 @@ def _open_session(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; empty if amp is disabled."""
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; nothing in it if amp is disabled.
+
+    If `destination` is given, fill and return that dict.
+    """
     return api.state_dict(collections.OrderedDict() if destination is None else destination)
 
 

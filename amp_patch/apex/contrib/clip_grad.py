@@ -10,5 +10,5 @@ def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """See torch.nn.utils.clip_grad_norm_."""
-    # an attribute, not imported by name, because a session replaces the attribute to clip masters
+    # not imported by name: a session replaces the attribute by a function that clips masters
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

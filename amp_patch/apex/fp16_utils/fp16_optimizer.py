@@ -21,15 +21,16 @@ class FP16_Optimizer:
     The gradients of 16-bit parameters stay scaled, and `update_master_grads` computes the masters' gradients from them.
     So gradients add up over several backward passes as in torch, until `zero_grad`.
 
-    It differs from Apex in two ways. If the loss scale changes between backward passes, earlier gradients are rescaled.
-    Gradients of float32 parameters are unscaled only once, even if `update_master_grads` is called several times.
+    This class differs from Apex's in two ways. If the loss scale changes between backward passes, it rescales the
+    earlier gradients. It unscales gradients of float32 parameters only once, even if `update_master_grads` is called
+    several times.
 
     Args:
         init_optimizer: an optimizer of a model that has been moved to its device and cast, as by `network_to_half`.
             Parameters that do not require gradients get no masters.
         static_loss_scale: the loss scale, if it is not dynamic.
-        dynamic_loss_scale: whether the loss scale is dynamic. It starts at 2**16 and doubles after 2000 good steps. An
-            overflow halves it and skips the step.
+        dynamic_loss_scale: whether the loss scale is dynamic. By default, such a scale starts at 2**16 and doubles
+            after 2000 good steps. An overflow halves it and skips the step.
         dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
             must be 2. Read only if the loss scale is dynamic.
         verbose: print the package's messages, such as those about skipped steps. False leaves the verbosity as it is.
@@ -53,8 +54,8 @@ class FP16_Optimizer:
         self._dynamic_loss_args = {**self.dynamic_loss_defaults, **(dynamic_loss_args or {})}
         self.loss_scaler = _make_scaler(dynamic_loss_scale, static_loss_scale, self._dynamic_loss_args)
         self.overflow = False
-        self._gradient_scale: Tensor | None = None  # the loss scale that gradients carry; None after `zero_grad`
-        self._is_unscaled = False  # whether gradients of float32 parameters have been divided by it already
+        self._gradient_scale: Tensor | None = None  # the loss scale of gradients; None until the next `backward`
+        self._is_unscaled = False  # whether gradients of float32 parameters have been divided by that scale
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -130,13 +131,16 @@ class FP16_Optimizer:
             if self._gradient_scale is not None and self._gradient_scale is not scale:
                 rescale_(scaled_gradients, scale / self._gradient_scale)
         self._gradient_scale, self._is_unscaled = scale, False
-        # a 16-bit loss times the scale could overflow
+        # scale in float32, because a 16-bit loss times the scale could overflow
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Write unscaled gradients to masters and float32 parameters, update the loss scale, and set `overflow`."""
+        """Write unscaled gradients to masters and float32 parameters, update the loss scale, and set `overflow`.
+
+        Between `zero_grad` and the next `backward`, gradients have no scale: copy them, and set `overflow` to False.
+        """
         pairs = self._pairs()
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -214,8 +218,8 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
 
-        The keys are Apex's. A file of it loads with `torch.load(..., weights_only=True)`, because `loss_scaler` is a
-        dict of numbers. Apex pickled an object there.
+        The keys are Apex's. Apex pickled an object under "loss_scaler". Here it is a dict of numbers, so a saved state
+        loads with `torch.load(..., weights_only=True)`.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
@@ -229,7 +233,8 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, from here or from Apex. Copy the masters to the model.
 
-        Raises CheckpointError for any other object, and for masters of other shapes. Then nothing has changed.
+        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. Then
+        nothing has changed.
         """
         try:
             saved = self._convert_state_dict(state_dict)

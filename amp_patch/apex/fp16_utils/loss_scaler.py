@@ -1,4 +1,7 @@
-"""The two loss scalers of `apex.fp16_utils`, for scripts that use them directly. `FP16_Optimizer` uses amp's."""
+"""The two loss scalers of `apex.fp16_utils`, for scripts that use them directly.
+
+`FP16_Optimizer` uses the `LossScaler` of `amp_patch/training/loss_scaler.py` instead.
+"""
 
 from collections.abc import Iterable
 
@@ -32,8 +35,10 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is divided by `scale_factor` at each overflow, but is at least 1, and multiplied by
-    `scale_factor` after `scale_window` good steps.
+    """A dynamic loss scale.
+
+    An overflow divides it by `scale_factor`, to 1 at the least. Every `scale_window` good steps in a row multiply it by
+    `scale_factor`.
     """
 
     def __init__(self, init_scale: float = 2.0**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -44,9 +49,9 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return whether a gradient contains inf or NaN. Checks each element, where Apex checked the sum.
+        """Return whether the gradient of a parameter contains inf or NaN. Waits for the device.
 
-        Waits for the device.
+        Checks each element; Apex checked only the sum of the elements.
         """
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         return any(not bool(torch.isfinite(norm)) for norm in norms(gradients, float("inf")))
@@ -56,7 +61,7 @@ class DynamicLossScaler(LossScaler):
         if overflow:
             self.cur_scale = max(self.cur_scale / self.scale_factor, 1.0)
             self.last_overflow_iter = self.cur_iter
-        # good steps since the last overflow, with this step; the -1 at the start makes the first step number 1
+        # the difference is the number of good steps since the last overflow, including this one
         elif (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0:
             self.cur_scale *= self.scale_factor
         self.cur_iter += 1

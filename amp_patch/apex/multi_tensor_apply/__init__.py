@@ -1,5 +1,5 @@
-"""`apex.multi_tensor_apply`: `MultiTensorApply` calls functions of `amp_C`; `multi_tensor_applier` is its usual
-instance.
+"""`apex.multi_tensor_apply`: `MultiTensorApply` calls functions of `amp_C`; `multi_tensor_applier` is the
+instance that scripts import.
 """
 
 from .multi_tensor_apply import MultiTensorApply

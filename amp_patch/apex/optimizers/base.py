@@ -17,26 +17,26 @@ Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
 class FusedOptimizer(torch.optim.Optimizer):
     """Base class of Apex's optimizers. A subclass implements the step in `_update`.
 
-    Parameters must be real floating tensors, of any dtype and on any devices, and gradients must be dense. Otherwise
-    `step` raises OptimizerError.
+    Parameters may have any floating dtype and be on any devices. `step` raises OptimizerError if a parameter with a
+    gradient is complex, or if its gradient is sparse.
 
     Attributes:
-        found_inf: None, or a flag (0-dim float32) that amp or GradScaler sets for one step of a subclass that reads it.
-            If it is 1, nothing changes in that step.
+        found_inf: None, or a flag (0-dim float32) for one step. If it is 1, the step changes nothing. amp sets the flag
+            for a subclass with `reads_flag`, GradScaler for one with `_step_supports_amp_scaling`.
     """
 
     # the attributes that hold options, for copies and pickles; torch's Optimizer does not know them
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` passes `found_inf` to kernels. Then amp sets it, and the device skips the step."""
+    """Whether `_update` passes `found_inf` to kernels, which skip the step if it is 1. amp sets it only then."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:
             raise OptimizerError(f"{type(self).__name__} has no AMSGrad variant: leave amsgrad out, or use torch.optim")
         for name in ("lr", "eps", "weight_decay", "momentum"):
             value = defaults.get(name, 0.0)
-            # `not >=` is also true for NaN; FusedSGD passes torch's `required`, which is no number
+            # `not >=` is also true for NaN; the default lr of FusedSGD is torch's object `required`, which is no number
             if isinstance(value, (int, float)) and not value >= 0.0:
                 raise OptimizerError(f"{type(self).__name__}: {name}={value!r} must not be negative")
         betas = defaults.get("betas", ())
@@ -47,15 +47,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A new tensor of one integer, 0, for subclasses in scripts: they pass it as the flag to functions of amp_C."""
+        """A new flag (int32, shape (1,), value 0) that subclasses in scripts pass to functions of amp_C."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Set gradients to None or to zero. The default is `set_grad_none`."""
+        """Set gradients to None or to zero. If `set_to_none` is None, `set_grad_none` decides."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Call `closure` first, if it is given, and return its result."""
+        """Call `closure`, if it is given, and take one step. Return the result of `closure`, or None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -65,9 +65,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The method that amp calls with `found_inf` set, if it is also `step`.
+    """The same function as `step`, unless a subclass in a script overrides only `step`.
 
-    If a subclass of a script overrides only `step`, the two differ, and amp sets no flag.
+    amp compares the two, and sets `found_inf` only if they are the same: an overridden `step` may not expect a flag.
     """
 
     def _update(self, work: Work) -> None:
@@ -93,9 +93,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _moments(self, params: Iterable[Tensor], name: str) -> list[Tensor]:
-        """Return the entry `name` of each parameter's state: a tensor of its shape, in float32 (or float64).
+        """Return the entry `name` of each parameter's state: a tensor of the parameter's shape.
 
-        An entry that does not exist yet is created as zeros.
+        Its dtype is float32, or float64 for a float64 parameter. An entry that does not exist yet is created as zeros.
         """
         moments = []
         for parameter in params:
@@ -111,14 +111,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ---- masters in the state ----------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Return whether the optimizer updates a float32 copy of a parameter, the entry `master` of its state."""
+        """Return whether the state of a 16-bit parameter has a *master*: a float32 copy, updated in its place."""
         return False
 
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the tensors to update: masters, and parameters without a master.
+        """Return the tensor to update for each parameter: its master if it has one, else the parameter itself.
 
-        If an element of a parameter differs from the rounded master, the script has changed it since the last step, so
-        the master takes over this element.
+        A master that does not exist yet is created. If an element of a parameter differs from the rounded master, the
+        script has changed the parameter since the last step. The element is then copied to the master.
         """
         targets = []
         for parameter in params:
@@ -140,10 +140,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 parameter.copy_(target)
 
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
-        """Count a step of the group, and return its number, from 1.
+        """Count a step in `group["step"]`, unless `found_inf` skips it, and return the number of this step, from 1.
 
-        If a flag on a GPU decides whether the step is skipped, the steps are counted there: from then on, the number is
-        a 0-dim float32 tensor. On a CPU it stays an int. Raises OptimizerError while a CUDA graph is captured.
+        The number is an int. Once `found_inf` was on a GPU, `group["step"]` is a 0-dim float32 tensor there, and later
+        calls return such a tensor. Raises OptimizerError while a CUDA graph is captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
@@ -164,9 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in Apex's layout. The number of steps of each group is an int, so this may wait for the
-        device.
-        """
+        """Return the state in Apex's layout. The `step` of a group is an int, so this may wait for the device."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
             if isinstance(group.get("step"), Tensor):
@@ -174,10 +172,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict` of this class, of Apex's, or of the torch optimizer with the same formula.
+        """Load a state dict that was saved by this class, by Apex's, or by the torch optimizer with the same formula.
 
-        State stays in float32 (float64 for float64). Raises CheckpointError if the saved optimizer had options that
-        this one lacks, and ValueError if the groups differ.
+        State is kept in float32 (float64 for float64 parameters). Raises CheckpointError if the saved optimizer had
+        options that this optimizer lacks, and ValueError if the groups differ in number or length.
         """
         saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)
@@ -185,7 +183,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(keys, params, strict=True):
             for name, value in saved["state"].get(key, {}).items():
-                # torch's load_state_dict has rounded the value to the parameter's dtype
+                # torch's load_state_dict has rounded its copy to the parameter's dtype, so take the saved value
                 if isinstance(value, Tensor) and value.is_floating_point():
                     self.state[parameter][name] = value.to(parameter.device, full_dtype(parameter))
 

@@ -17,15 +17,19 @@ class FP16_Optimizer(_FP16Optimizer):
     """A variant of `fp16_utils.FP16_Optimizer`, for any optimizer. It differs in three ways:
 
     * By default, its dynamic scale doubles after every 1000 good steps, and does not fall below 1.
-    * `step` unscales, not `backward`. So gradients of several backward passes add up, and the scale is updated once.
+    * By default, `step` unscales the gradients, and `backward` does not. So gradients of several backward passes add
+      up, and the scale is updated once.
     * An overflow skips the step also under a static scale.
 
-    A state dict holds the entries that this variant had in Apex, and the entries of `fp16_utils.FP16_Optimizer`. The
-    latter are enough to load. Apex's entries are enough if all parameters are 16-bit and require gradients, as Apex
-    demanded. Subclasses of 2019 read and write these attributes:
+    `state_dict` returns two sets of entries: those of this variant in Apex, and those of
+    `fp16_utils.FP16_Optimizer`. `load_state_dict` needs only the second set. It also takes the first set alone if all
+    parameters are 16-bit and require gradients, as Apex demanded.
+
+    Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of steps so far, including skipped steps.
+        cur_iter: the number of steps with gradients so far, including skipped steps. After loading a state dict without
+            this entry, the count begins with the scaler's number of good steps.
         last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
     """
 
@@ -77,7 +81,7 @@ class FP16_Optimizer(_FP16Optimizer):
     def fp32_groups_flat(self) -> list[Tensor]:
         """The masters of each group as one tensor of shape (n,). The masters are views of it."""
         with torch.no_grad():
-            # only for groups that were added since the last call: other masters are views already
+            # only for groups that were added since the last call: masters of earlier groups are views already
             for masters in self.fp32_from_fp16_groups[len(self._flat_groups) :]:
                 flat = flatten_dense_tensors([master.detach() for master in masters]) if masters else torch.empty(0)
                 for master, view in zip(masters, unflatten_dense_tensors(flat, masters), strict=True):
@@ -88,18 +92,18 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
-        """As in the base class, but `update_master_grads` is False by default, because `step` calls it."""
+        """Run the backward pass as the base class does, but leave the gradients scaled by default: `step` unscales."""
         super().backward(loss, update_master_grads, retain_graph)
 
     def step(self, closure: object = None) -> Any:
-        """Step as the base class does. First call `update_master_grads`, unless the script has done so."""
+        """Step as the base class does. First unscale the gradients, unless `update_master_grads` has done so."""
         if self._gradient_scale is not None and not self._is_unscaled:
             self.update_master_grads()
         return super().step(closure)
 
     def _decide(self, manual: ManualPass) -> bool:
         self._set_good_steps()
-        # under a static scale, the base class skips no step, but this variant of Apex did
+        # under a static scale, the base class skips no step, but this class did so in Apex
         overflow = super()._decide(manual) or manual.has_overflow()
         if overflow:
             self.last_overflow_iter = self.cur_iter
@@ -107,8 +111,11 @@ class FP16_Optimizer(_FP16Optimizer):
         return overflow
 
     def _set_good_steps(self) -> None:
-        """Compute the scaler's number of good steps from the counters of this class, which scripts may have set."""
-        # Apex took the number of steps since the last overflow
+        """Set the scaler's number of good steps to the number that follows from the counters of this class.
+
+        Scripts may have set these counters.
+        """
+        # as Apex counted: the steps since the last overflow
         good_steps = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window
         if self.dynamic_loss_scale and self.loss_scaler.state_dict()["unskipped"] != good_steps:
             self.loss_scaler.load_state_dict({"loss_scale": self.cur_scale, "unskipped": good_steps})

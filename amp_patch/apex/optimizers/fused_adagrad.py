@@ -13,7 +13,7 @@ class FusedAdagrad(FusedOptimizer):
     State dicts of torch.optim.Adagrad can be loaded if `lr_decay` is 0.
 
     Args:
-        adagrad_w_mode: weight decay decoupled from the gradient.
+        adagrad_w_mode: whether weight decay is decoupled from the gradient, as in AdamW.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none", "adagrad_w_mode")
@@ -43,7 +43,7 @@ class FusedAdagrad(FusedOptimizer):
             )
 
     def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out torch's count of steps, which only a decay of the learning rate uses."""
+        """Remove "step", which torch's Adagrad saves, and uses only for a decay of the learning rate."""
         saved = super()._convert_state_dict(state_dict)
         for entry in saved["state"].values():
             entry.pop("step", None)

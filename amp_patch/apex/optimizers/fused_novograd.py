@@ -16,15 +16,15 @@ class FusedNovoGrad(FusedOptimizer):
 
     The set of parameters that have gradients may change from step to step, which Apex did not allow.
 
-    In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two tensors of shape
-    (n,). The first is for 16-bit parameters of the group, the second for all others. Both have the order of the group,
-    without parameters that have not stepped.
+    In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two float32 tensors
+    of shape (n,). The first is for the 16-bit parameters of the group, the second for all others. Both have the order
+    of the group, and leave out parameters without a step so far. A group without any step has no `exp_avg_sq`.
 
     Args:
         reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
-        norm_type: 2 for the L2 norm of gradients, 0 for the largest absolute value.
-        init_zero: start the second moment at 0 instead of the first norm.
+        norm_type: the norm of gradients in the second moment: 2 for the L2 norm, 0 for the largest absolute value.
+        init_zero: start the second moment at 0 instead of the norm of the first gradient.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -79,9 +79,9 @@ class FusedNovoGrad(FusedOptimizer):
             )
 
     def _norm_averages(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return the second moment of each parameter, 0-dim.
+        """Return the second moment of each parameter: a 0-dim running average of the norms of its gradients.
 
-        In the first step of a parameter, it starts as the norm of the gradient, or as 0 with `init_zero`.
+        In the first step of a parameter, the average starts as the norm of the gradient, or as 0 with `init_zero`.
         """
         without_moment = [index for index, parameter in enumerate(params) if "exp_avg_sq" not in self.state[parameter]]
         order = 2.0 if group["norm_type"] == 2 else float("inf")

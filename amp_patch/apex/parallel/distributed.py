@@ -21,7 +21,7 @@ from .._core import find_session
 from ..apex_C import flatten as flatten
 from ..apex_C import unflatten as unflatten
 
-_BROADCAST_BYTES = 250 * 2**20  # size of one message, as in torch's DistributedDataParallel
+_BROADCAST_BYTES = 250 * 2**20  # the size of one broadcast, as in torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Reduction:
     """How gradients are reduced over the ranks.
 
     Attributes:
-        averages: compute the average, and not the sum divided by `predivide`.
+        world_size: the number of ranks.
+        averages: compute the average. If False, compute the sum, divided by `predivide`.
         predivide: the number by which gradients are divided before they are summed; 1 for no division. The sum is
             multiplied by it again for the average.
         in_float32: divide and sum 16-bit gradients in float32, and round once.
@@ -65,11 +66,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with Apex's arguments. Parameters are broadcast from rank 0, buffers never.
 
     Args:
-        module: a module that is on its device, and that `amp.initialize` has been called for.
+        module: a module on its device, after `amp.initialize`.
         delay_allreduce: reduce all gradients at the end of each backward pass, instead of during it. Then a parameter
-            may get a gradient on some ranks only; on the others, it counts as zero. Also, several backward passes may
-            follow one forward pass; torch's reducer would leave the later ones unreduced, without an error. Waits for
-            the device once in each backward pass.
+            may get a gradient on some ranks only; on the others, the gradient counts as zero. Also, several backward
+            passes may follow one forward pass; torch's reducer would leave the gradients of the later passes unreduced,
+            without an error. Waits for the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
         gradient_average: divide by the number of ranks. If False, gradients must be zeroed before each backward pass.
         gradient_predivide_factor: divide gradients by it before the sum, and multiply the average by it afterwards.
@@ -145,14 +146,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._set_allreduce(before)
 
     def leaves_gradients_local(self) -> bool | None:
-        """Return whether a backward pass now would leave gradients unreduced.
+        """Return whether a backward pass that runs now would leave gradients unreduced.
 
-        None without `delay_allreduce`: as in torch, the setting at the time of the forward pass decides.
+        Return None without `delay_allreduce`, because the setting at the time of the forward pass decides, as in torch.
         """
         return not self._is_reducing if self.delay_allreduce else None
 
     def reduce_after_backward(self) -> None:
-        """Reduce the gradients of all parameters at the end of the backward pass that calls this."""
+        """In a backward pass: reduce the gradients of all parameters at its end, once, unless reducing is disabled."""
         pass_id = get_backward_id()
         if self._is_reducing and pass_id != self._reduced_pass:  # every parameter's hook calls this
             self._reduced_pass = pass_id
@@ -177,8 +178,9 @@ class Reducer:
     """Averages gradients over the ranks on request, for custom training loops.
 
     Args:
-        module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The parameters of a module
-            are broadcast from rank 0 now, and `reduce` averages their gradients. Tensors are averaged in place.
+        module_or_grads_list: a module, or tensors in any nesting of lists, tuples and dicts. The constructor broadcasts
+            the parameters of a module from rank 0, and `reduce` averages their gradients. `reduce` averages tensors in
+            place.
     """
 
     def __init__(self, module_or_grads_list: Any) -> None:
@@ -192,8 +194,9 @@ class Reducer:
     def reduce(self) -> None:
         """Average the gradients of parameters, or the tensors. The same parameters must have gradients on every rank.
 
-        Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients
-        there. From now on, all ranks of a session skip the same steps, because inf on one rank is inf in the average.
+        Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients from
+        parameters to masters. From this call on, a session skips the same steps on all ranks, because inf on one rank
+        is inf in the average.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()
@@ -227,9 +230,9 @@ def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run `call(flat, *extra_args)` on tensors of one dtype and device, flattened, and copy the result back.
+    """Flatten `bucket`, tensors of one dtype and device, run `call(flat, *extra_args)`, and copy `flat` back to them.
 
-    If `call` is `dist.all_reduce`, the sum is divided by the number of ranks.
+    If `call` is `dist.all_reduce`, its result is divided by the number of ranks.
     """
     with torch.no_grad():
         flat = flatten(bucket)

@@ -23,11 +23,12 @@ from ...torch_private import (
 class SyncBatchNorm(BatchNormBase):
     """torch.nn.SyncBatchNorm with Apex's `channel_last`, `fuse_relu` and `z`, also on the CPU.
 
-    Statistics are over the batches of all ranks together, also if these differ in size; on the CPU, some may be empty.
-    The output has the dtype of the input. `momentum=None` and `track_running_stats=False` work as in torch.
+    In training, the statistics are computed over the batches of all ranks of `process_group` together. Batches may
+    differ in size; on the CPU, some may be empty. The output has the dtype of the input. `momentum=None` and
+    `track_running_stats=False` work as in torch.
 
-    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel would refuse such a
-    layer on the CPU.
+    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel refuses a subclass
+    on the CPU.
 
     Args:
         channel_last: inputs are (N, ..., C) instead of (N, C, ...).
@@ -54,7 +55,7 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input`, of at least two dimensions, and add `z`, of the same shape and dtype, to the result.
 
-        The result has the shape and dtype of `input`.
+        Then apply ReLU, with `fuse_relu`. The result has the shape and dtype of `input`.
         """
         moves_channels = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves_channels else input
@@ -83,7 +84,7 @@ class SyncBatchNorm(BatchNormBase):
         count = x.new_tensor([x.numel() / x.size(1)])
         sums = _sum_over_ranks(torch.cat([x.sum(dims), count]), self.process_group)
         total = sums[-1].detach()
-        # torch's BatchNorm raises this error, too: a single value has no variance
+        # a single value has no variance; torch's BatchNorm raises ValueError for it, too
         if total <= 1:
             raise ValueError(
                 f"SyncBatchNorm expects more than 1 value per channel when training, not {total.item():.0f} on all"
@@ -142,10 +143,30 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
-    so optimizers stay valid. They keep the training mode and `requires_grad`, both of which Apex lost. Hooks are lost,
-    so call this before `amp.initialize`. Raises ModelError for a lazy layer that has not been called yet.
+    so optimizers stay valid. New layers keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
+    `fuse_relu` and `channel_last`, all of which Apex lost. Hooks are lost, so call this before `amp.initialize`. Raises
+    ModelError for a lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's
+    BatchNormAct2d with its activation: a SyncBatchNorm would not run them. Then nothing has changed.
     """
+    for layer in module.modules():
+        if isinstance(layer, BatchNormBase):
+            _check(layer)
     return _convert(module, process_group, channel_last, {})
+
+
+def _check(layer: BatchNormBase) -> None:
+    """Raise ModelError for a layer that a SyncBatchNorm cannot replace."""
+    name = type(layer).__name__
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        raise ModelError(f"{name} has uninitialized parameters: run one forward pass before convert_syncbn_model")
+    children = get_own_children(layer).items()
+    # timm's BatchNormAct2d, for example, runs its children `drop` and `act` in a forward of its own
+    lost = [child_name for child_name, child in children if child is not None and not isinstance(child, nn.Identity)]
+    if lost:
+        raise ModelError(
+            f"{name} also runs its {' and '.join(lost)}, which a SyncBatchNorm would leave out: convert the model with"
+            " the library of this layer, such as timm.layers.convert_sync_batchnorm"
+        )
 
 
 def _convert(
@@ -155,13 +176,10 @@ def _convert(
         return converted[module]
     result = module
     if isinstance(module, BatchNormBase):
-        if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-            raise ModelError(
-                f"{type(module).__name__} has uninitialized parameters: run one forward pass before"
-                " convert_syncbn_model"
-            )
         settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         result = SyncBatchNorm(*settings, process_group, channel_last=channel_last)
+        if isinstance(module, SyncBatchNorm):
+            result.channel_last, result.fuse_relu = channel_last or module.channel_last, module.fuse_relu
         # the tensors themselves, not copies: optimizers hold them
         get_own_parameters(result).update(get_own_parameters(module))
         get_own_buffers(result).update(get_own_buffers(module))

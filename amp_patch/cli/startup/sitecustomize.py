@@ -1,13 +1,15 @@
 """Sets up a script for `amp-patch run` and the other commands that run scripts.
 
-Python imports a module of this name when it starts. Every Python that such a command starts finds this one, because the
-command puts this folder at the front of PYTHONPATH. So does a Python that the script starts with this variable.
+Python imports a module named `sitecustomize` when it starts. Such a command puts the folder of this file at the front
+of PYTHONPATH. So the Python that it starts imports this file, and so do the Pythons that the script starts.
 
-It installs the stand-in for `apex` and, if the command asks for them, the redirection of files, the takeover of
-torch.autocast and the recording. Then it runs the `sitecustomize` that Python would have imported otherwise.
+This module installs amp_patch's stand-in for `apex`. If the command asks for it, this module also redirects the files
+that the script writes, applies op lists to its use of torch.autocast, and starts a recording. Then it runs the
+`sitecustomize` that Python would have imported otherwise.
 
 A script may also start a Python of another installation, of any version, even 2.7, without this package or its
-requirements. There, this module must neither fail nor print anything. Annotations are comments, which Python 2 accepts.
+requirements. There, this module must neither fail nor print anything. So annotations are comments, which Python 2
+accepts.
 """
 
 import json
@@ -34,7 +36,8 @@ def _start():  # type: () -> None
             sys.path.append(settings["root"])
         _install(settings)
     elif is_found:
-        # A Python of another installation. Its version of the package, or of Python, may raise anything.
+        # A Python of another installation. The version of the package there may not fit the settings, and may raise
+        # anything. Then forget what was imported of it.
         modules_before = set(sys.modules)
         try:
             _install(settings)
@@ -45,7 +48,7 @@ def _start():  # type: () -> None
 
 
 def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
-    """Do all that the settings ask for. An error in `_watch` removes the stand-in again."""
+    """Do all that the settings ask for. If `_watch` raises an error, remove the stand-in again."""
     if "scratch" in settings:
         from amp_patch.scratch.redirect import redirect
 
@@ -66,7 +69,7 @@ def _watch(settings):  # type: (dict) -> None  # type: ignore[type-arg]
         from amp_patch.cli.recording import remove_marker_at_exit, take_over
 
         is_first = settings["is_first"]
-        # the Pythons that this one starts read the variable too
+        # the Pythons that this one starts read this variable, and must not take themselves for the first
         os.environ["AMP_PATCH_RUN"] = json.dumps(dict(settings, is_first=False))
         take_over(is_first=is_first, **settings["native"])
         if is_first and settings["native"]["marker"] is not None:
@@ -98,7 +101,7 @@ def _run_next_sitecustomize():  # type: () -> None
         spec.loader.exec_module(module)
 
 
-# without this folder on the path, so that `_run_next_sitecustomize` does not find this module again
+# remove this folder from the path, so that `_run_next_sitecustomize` does not find this module again
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
 try:
     _start()

@@ -1,4 +1,7 @@
-"""`Replay`: repeats the calls on a tape under a tracer, and leaves no trace of that in the training."""
+"""`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at every op, and finds the faults.
+
+Then the training goes on as if nothing had been repeated.
+"""
 
 import contextlib
 import inspect
@@ -24,13 +27,14 @@ from .tape import Call, Given, Kind, Made, Tape, has_graph
 
 @dataclass
 class Replayed:
-    """What a replay has shown.
+    """The result of a replay, apart from the faults.
 
     Attributes:
-        differences: how it differs from the first time, or could not follow it; empty if all that could be compared was
-            equal.
+        differences: sentences about what was not as the first time, or could not be followed; empty if there was
+            nothing of that kind.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault there.
+        micro_batch: the number of a loss, from 0: the first fault came in its forward or backward pass. None if no
+            fault came in these passes.
         micro_batches: the number of losses in the step.
     """
 
@@ -53,18 +57,18 @@ class Replay:
         self._tape = tape
         self._session = session
         self._tracer = tracer
-        self._results: dict[int, list[Tensor]] = {}  # by id of the call
-        self._cut: dict[int, Tensor] = {}  # by id of a tensor whose graph is not on the tape: the tensor detached
+        self._results: dict[int, list[Tensor]] = {}  # of the repeated calls, by the id of the call
+        self._cut: dict[int, Tensor] = {}  # by the id of a tensor whose graph is not on the tape: the tensor detached
         self._scale = 1.0
         self._replayed = Replayed()
 
     def run(self, begin: Callable[[], None], optimizer: Optimizer | None, *, is_skipped: bool | None) -> Replayed:
-        """Repeat the calls. The tracer has the faults afterwards.
+        """Repeat the calls, and return how that went. Afterwards, the tracer has the faults.
 
         Args:
-            begin: lets the tracer begin.
-            optimizer: the optimizer that is about to step; None if the step has not come.
-            is_skipped: whether its step will be skipped; None: it will not come.
+            begin: a function that starts the tracer.
+            optimizer: the optimizer that is about to step; None if no optimizer is.
+            is_skipped: whether the optimizer will skip its step; None if no step will come.
         """
         replayed = self._replayed
         models = {id(call.function): call.function for call in self._tape.calls if call.kind is Kind.MODEL}
@@ -92,7 +96,7 @@ class Replay:
         if self._tape.is_too_long:
             return "the step has too many calls outside of modules to be kept"
         if not models:
-            return "the step has called no model that could be followed"
+            return "the step called no model that could be followed"
         for call in self._tape.calls:
             if call.obstacle:
                 return call.obstacle
@@ -103,7 +107,7 @@ class Replay:
         for call in self._tape.calls:
             self._repeat(call)
             losses += call.kind is Kind.LOSS
-            # a fault belongs to the loss that follows it, or, of its backward pass, to the last
+            # a fault of a forward pass belongs to the next loss; a fault of a loss or a backward pass, to the last loss
             if self._tracer.fault_count and self._replayed.micro_batch is None:
                 is_of_last = call.kind in (Kind.LOSS, Kind.BACKWARD)
                 self._replayed.micro_batch = losses - 1 if is_of_last else losses
@@ -138,25 +142,28 @@ class Replay:
         return cast_tree(values, self._find, (Made, Given))
 
     def _find(self, named: Made | Given) -> Tensor:
-        """Return the tensor of this repetition for one of the tape."""
+        """Return the tensor to use in this repetition in place of an argument on the tape."""
         if isinstance(named, Made):
             results = self._results.get(id(named.call), [])
             if named.position >= len(results):
-                raise RuntimeError("a call has returned other tensors than the first time")
+                raise RuntimeError("a call returned other tensors than the first time")
             return results[named.position]
         tensor = named.tensor
         if read_version(tensor) != named.version:
             self._note("an input was changed in place after it was used")
         if not has_graph(tensor):
             return tensor
-        # its graph is gone, or would be used up: gradients end here
+        # the graph of the tensor is gone, or the repetition would use it up: cut the tensor from it
         if id(tensor) not in self._cut:
             self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
             self._cut[id(tensor)] = tensor.detach().requires_grad_()
         return self._cut[id(tensor)]
 
     def _find_patched(self, function: Any) -> Any:
-        """Return the patch of a function of torch, which casts and is watched; the function itself if it has none."""
+        """Return what stands in place of a function of torch now: its patch, which casts and which the tracer covers.
+
+        Return the function itself if it is not patched.
+        """
         for owner, name, original, replacement in self._session.patcher.attributes():
             if function is original or function is replacement:
                 return getattr(owner, name)
@@ -216,7 +223,7 @@ class Replay:
                 continue
             if not _are_equal(first, result):
                 name = type(call.function).__name__ if call.kind is Kind.MODEL else call.function.__name__
-                self._note(f"{name} has given other values than the first time")
+                self._note(f"{name} returned other values than the first time")
                 return
 
     def _note(self, difference: str) -> None:
@@ -238,9 +245,10 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context manager: keep the gradients, buffers, attributes and random numbers of a training from a repetition.
+    """Context manager around a repetition: restore gradients, buffers, attributes of modules, and random numbers after.
 
-    Inside the block there are no gradients, the buffers are copies, no watcher gets events, and nothing is compiled.
+    In the block, gradients start as None, buffers are copies, masters take no edits of weights, no watcher gets events,
+    and nothing is compiled.
     """
     modules = {id(module): module for model in models for module in model.modules()}
     states = [ModuleState(module, copies=False) for module in modules.values()]
@@ -252,6 +260,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
         undo.callback(session.drop_casts)
         if compiling.is_dynamo_imported():
             undo.callback(compiling.run_eagerly())
+        undo.callback(setattr, session.bindings.masters, "is_paused", False)
         undo.callback(events.watchers.__setitem__, slice(None), watchers)
         undo.callback(random.restore)
         for holder, gradient in gradients:
@@ -261,6 +270,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
         for weight in _find_renormed(modules.values()):
             undo.callback(setattr, weight, "data", weight.data)
             weight.data = weight.data.clone()
+        session.bindings.masters.is_paused = True
         events.watchers.clear()
         for holder in holders:
             holder.grad = None
@@ -270,7 +280,7 @@ def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Op
 
 
 def _find_renormed(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the weights that a forward pass writes: those of embeddings with `max_norm`."""
+    """Return the weights that a forward pass changes in place: the weights of embeddings with `max_norm`."""
     weights: dict[int, Tensor] = {}
     for module in modules:
         weight = getattr(module, "weight", None)

@@ -1,4 +1,7 @@
-"""What a call depends on beside its arguments: settings of its thread, random numbers, attributes of modules."""
+"""Reads and restores the state on which a call of a model depends beside its arguments, so that it can be repeated.
+
+This state is the settings of the thread, the generators of random numbers, and the attributes of modules.
+"""
 
 import contextlib
 import random
@@ -47,7 +50,7 @@ def read_surroundings(session: Session) -> Surroundings:
 
 @contextlib.contextmanager
 def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
-    """Context manager: give this thread the settings that it had."""
+    """Context manager: in the block, give this thread the settings in `surroundings`."""
     with contextlib.ExitStack() as undo:
         undo.enter_context(_autocast_as(session.device_type, surroundings.low))
         undo.enter_context(session.switch.outside_regions())
@@ -61,7 +64,7 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Context manager: enable or disable autocast, as `torch.autocast` does, but past the patches of `native`."""
+    """Context manager: enable or disable autocast, but not by `torch.autocast`, which `native` may have patched."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.autocast_increment_nesting()
     try:
@@ -80,7 +83,7 @@ class RandomState:
     """The states of the generators of random numbers.
 
     Args:
-        device_type: the device whose generator is read as well. Its state is on the host, so nothing waits.
+        device_type: the type of the device whose generator is read beside the CPU's. Nothing waits for the device.
         has_python: read the generators of Python and numpy, too. This takes 60 us, too long for each step.
     """
 
@@ -151,10 +154,10 @@ class ModuleState:
         buffers.update({name: _copy(value) for name, value in self._values.items()})
 
     def set_scratch_buffers(self) -> None:
-        """Replace the buffers by copies, so that a call cannot change them.
+        """Replace the buffers by copies, so that a call does not change the buffers themselves.
 
-        The statistics of a batch norm may hold NaN or inf of the step that is repeated. Their copies have zeros in
-        these places, because the output in training does not depend on them.
+        The statistics of a batch norm may hold NaN or inf from the step that is repeated. The copies have zeros in
+        these places. The output in training does not depend on the statistics.
         """
         copies = {name: _copy(buffer) for name, buffer in self._buffers.items() if buffer is not None}
         if _is_batch_norm(self.module):

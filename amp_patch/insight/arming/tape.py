@@ -1,8 +1,8 @@
-"""`Tape`: what a script has called since its last optimizer step, so that the step can be repeated.
+"""`Tape`: the calls that a script has made since its last optimizer step, so that the step can be repeated.
 
-It holds the calls outside of all modules: of models, of functions of torch between and after them, and of `backward`.
-What happens inside of a model is no part of it. Tensors that a call on the tape has made are not held: a later call
-that takes one names it by the call that made it (`Made`). Other tensors, such as batches, are held by reference
+The tape holds the calls of models, the calls of torch's functions outside of models, and the calls of `backward`. It
+does not hold calls inside of a model. If an argument was made by an earlier call on the tape, the tape stores that call
+and the position of the tensor in its result (`Made`), not the tensor. Other tensors, such as batches, are stored
 (`Given`).
 """
 
@@ -22,7 +22,7 @@ from .surroundings import ModuleState, RandomState, Surroundings, read_version
 
 _FIRST_PRUNING = 64
 _MOST_CALLS = 20_000
-"""A step is not repeated if more calls than these are left when `_prune` drops those that are not needed."""
+"""A step is not repeated if more than this number of calls is left after `_prune`."""
 
 
 class Kind(Enum):
@@ -30,28 +30,29 @@ class Kind(Enum):
 
     MODEL = auto()
     FUNCTION = auto()
-    LOSS = auto()  # no call: a tensor that the session or the script takes for a loss
+    LOSS = auto()  # not a call: it marks a tensor as the loss
     BACKWARD = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of a model, a function or `backward`.
+    """A call of a model, a function or `backward`, or the mark of a loss.
 
     Attributes:
-        function: the model or the function.
+        function: the model or the function; None for a backward pass or a loss.
         args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
         caller: the line of the script.
         around: the settings of the thread.
         random: the state of the generators of random numbers before the call; None for a call that draws none.
-        states: the states of the modules that the call has changed, from before it.
+        states: the states, before the call, of the modules that the call has changed.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
-        sources: the calls that made the arguments.
-        made: the tensors among the results, by weak reference, with their versions.
-        loss: the value of a loss, with its version.
-        scale: returns the loss scale of a loss.
-        arrived: of a backward pass whose loss comes from code that was not followed: the gradients of models' results.
+        sources: the calls on the tape that made the arguments.
+        made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
+        loss: for a loss, its tensor.
+        scale: for a loss, a function that returns the loss scale.
+        arrived: for a backward pass through code whose calls are not on the tape: the results of models, each with the
+            gradient that it got.
         obstacle: why the call cannot be repeated; "" if it can be.
     """
 
@@ -77,7 +78,7 @@ class Call:
 class Made:
     """A tensor that a call on the tape has made: one of the tensors in its result, by position.
 
-    `has_graph`: whether it had a graph when the call returned.
+    `has_graph`: whether the tensor had a graph when the call returned.
     """
 
     call: Call
@@ -103,7 +104,7 @@ class Tape:
         self.calls: list[Call] = []
         self.is_over = False  # an optimizer has stepped since the last of these calls
         self.is_too_long = False
-        self.is_cut = False  # a tensor with a graph came from code that was not followed
+        self.is_cut = False  # a tensor with a graph came from code whose calls are not on the tape
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
         self._next_pruning = _FIRST_PRUNING
 
@@ -137,11 +138,10 @@ class Tape:
         self.calls.append(call)
 
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
-        """Note the tensors that a call has returned. Its function may have changed them in place."""
+        """Note the tensors that a call has returned. The call counts as their maker, also if it works in place."""
         for position, tensor in enumerate(results):
-            if type(tensor) is not Tensor and isinstance(
-                tensor, Parameter
-            ):  # torch.utils.swap_tensors refuses it with a weak reference
+            # torch.utils.swap_tensors refuses a parameter that has a weak reference
+            if type(tensor) is not Tensor and isinstance(tensor, Parameter):
                 call.made.append((_find_nothing, 0))
                 continue
             reference = weakref.ref(tensor)
@@ -152,7 +152,7 @@ class Tape:
                 tensor.register_hook(functools.partial(self.note_gradient, made))
 
     def note_alias(self, tensor: Tensor, source: Tensor) -> None:
-        """Note that a tensor stands for another one: a copy that amp has cast, and that it will cast again."""
+        """Note that `tensor` is a copy of `source` that amp has cast. A repeated step casts `source` again."""
         if tensor is source:
             return
         named = self._find(source) or Given(source, read_version(source))
@@ -167,7 +167,7 @@ class Tape:
         # the id of a tensor that is gone may belong to another tensor
         if known is None or known[0]() is not tensor:
             return None
-        # an autograd function of the script has put a node of its own over what its `forward` computed without a graph
+        # an autograd.Function computed the tensor without a graph in `forward`, and then gave it a node of its own
         is_wrapped = isinstance(known[1], Made) and not known[1].has_graph and has_graph(tensor)
         return None if is_wrapped else known[1]
 
@@ -188,7 +188,7 @@ class Tape:
         return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
-        """Keep the gradient of a result of a model, if some tensor came from code that was not followed. A hook."""
+        """Keep the gradient of a model's result, if code whose calls are not on the tape took part. A tensor hook."""
         last = self.calls[-1] if self.calls else None
         if self.is_cut and last is not None and last.kind is Kind.BACKWARD:
             last.arrived.append((made, gradient.detach()))
@@ -196,7 +196,7 @@ class Tape:
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop the calls whose results are gone, and on which no other call depends, such as a validation's."""
+        """Drop the calls whose results are gone and on which no other call depends, such as calls of a validation."""
         needed: set[int] = set()
         kept: list[Call] = []
         for call in reversed(self.calls):
@@ -225,7 +225,10 @@ def _find_nothing() -> None:
 
 
 def _is_alive(call: Call) -> Iterator[bool]:
-    """Yield for each result whether it is alive; if the call changes its argument, also for the call that made that."""
+    """Yield for each result whether it is alive.
+
+    If the call changes its first argument, do the same for the results of the call that made this argument.
+    """
     for reference, _ in call.made:
         yield reference() is not None
     if call.changes_first and call.sources:

@@ -32,7 +32,7 @@ class ContractRecord:
         opt_level, lists, everywhere: the options of the command; lists are relative to the folder of the contract.
         steps, seed: the number of optimizer steps, and the seed.
         amp_patch, torch: versions.
-        level, low: the level that ran, and the short name of its 16-bit dtype; "" if nothing was cast.
+        level, low: the level that ran, and the short name of the 16-bit dtype in which ops ran, or "" if none did.
         device: the type of the device.
     """
 
@@ -86,7 +86,7 @@ class HardwareRecord:
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
-        threads: the number of threads of the runs.
+        threads: the number of threads of the run whose numbers are promised. The bands come from more runs.
         kept: of the 16-bit tensors that lose changes by rounding, the share of elements whose change is stored; None if
             no tensor loses any, or if the run that measures it failed.
         kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
@@ -104,7 +104,7 @@ class HardwareRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRecord:
-    """L2 norms of a module's tensors, each with its band: by which share of the norm a later run may differ.
+    """L2 norms of a module's tensors, each with its band: the share of the norm by which a later run may differ.
 
     A band is None if the number is not promised.
 
@@ -114,13 +114,13 @@ class ModuleRecord:
         error: the relative error (L2) of the output against float32, in the first step; None if it was not
             measured, or is not finite.
         weights: the norm of the parameters in the first call with gradients; None if an optimizer began a step for them
-            before it.
+            before this call.
         output: the norm of the output of the first call with gradients.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
         last_gradient, last_update: the same in the last step.
-        of_weights, of_output, of_gradient: the sketches from which these norms are computed, as `pack` writes them. A
-            check compares sketches, not norms.
+        of_weights, of_output, of_gradient: the sketches (see `ModuleNumbersRecord`) from which the norms `weights`,
+            `output` and `gradient` are computed, as `pack` writes them. For these three, a check compares sketches.
     """
 
     kind: ClassVar[str] = "module"

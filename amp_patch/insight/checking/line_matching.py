@@ -1,7 +1,8 @@
-"""`match_lines`: which lines of a script correspond in two runs, found as a diff finds them: equal lines are anchors.
+"""`match_lines`: finds the lines of a script that correspond in two runs, although the script may have been edited.
 
-A recording has no text of lines, so two lines are equal if they call the same ops, whatever the dtypes. Importing this
-does not import torch.
+As in a diff, equal lines are *anchors*, and lines between two anchors correspond by their order. A recording has no
+text of lines, so two lines are equal if they call the same ops, whatever the dtypes. Importing this module does not
+import torch.
 """
 
 import difflib
@@ -19,9 +20,9 @@ class Line(NamedTuple):
     """A line of a script.
 
     Attributes:
-        number: a number that the line shares with its partner in the other run, and with no other line.
+        number: a number that the line shares with its partner in the other run, if it has one, and with no third line.
         gap: a number that the line shares with all lines of both runs that stand between the same anchors. An anchor
-            shares it with its partner alone.
+            shares its gap with its partner alone.
     """
 
     number: int
@@ -31,7 +32,9 @@ class Line(NamedTuple):
 def match_lines(before: Sequence[ContractOp], after: Sequence[ContractOp]) -> tuple[dict[str, Line], dict[str, Line]]:
     """Return the lines of two runs, each run's by `ContractOp.site`. Ops without a site have no line.
 
-    Anchors are equal lines with the same site, if these are as many as a diff finds; otherwise, the lines of the diff.
+    If a diff finds no more equal lines than have the same site, lines with the same site are partners, and the equal
+    ones are anchors. Otherwise the equal lines of the diff are anchors, and lines between two anchors are partners, in
+    order, where both runs have equally many.
     """
     old, new = _list_lines(before), _list_lines(after)
     old_sites, new_sites = list(old), list(new)
@@ -76,7 +79,7 @@ def _find_anchors(old: Sequence[frozenset[str]], new: Sequence[frozenset[str]]) 
 
 
 def _pair_edited(anchors: _Pairs, old_count: int, new_count: int) -> _Pairs:
-    """Return pairs of the lines between two anchors, in order, where both runs have equally many."""
+    """Return pairs of the lines between two anchors, in order, where both runs have equally many such lines."""
     pairs: _Pairs = []
     old_start, new_start = 0, 0
     for old_end, new_end in (*anchors, (old_count, new_count)):

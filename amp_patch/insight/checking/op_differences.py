@@ -1,9 +1,9 @@
 """`find_differences`: the ops on which two runs differ. Moved lines and renamed modules are no differences.
 
 Ops are compared module by module. First, each module of one run gets a partner in the other (see `_match_modules`).
-Calls without an equal call in the partner are compared a second time, as if all of them were in one module, because a
-module may have been split, or joined with another. Calls on one line are compared before calls on two (see
-`match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
+Calls without a partner there are compared a second time, as if all of them were in one module, because a module may
+have been split, or joined with another. Calls on the same line of the script are compared before calls on different
+lines (see `match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
 """
 
 import difflib
@@ -26,7 +26,8 @@ _Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
 class Moved(NamedTuple):
     """Calls of an op in the first run, and the corresponding calls in the second, in other dtypes or by another rule.
 
-    In `OpDifferences.changed`, the two differ in their constants, and `constants` has only those that the other lacks.
+    In `OpDifferences.changed`, the two differ in their constants: numbers and words among the arguments. There, the
+    `constants` of each are only those that the other lacks.
     """
 
     before: ContractOp
@@ -39,7 +40,7 @@ class Moved(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Calls of an op in one of the runs, and their line; None if the op has no site."""
+    """Calls of an op in one of the runs, and their line. `line` is None if the op has no site."""
 
     op: ContractOp
     line: Line | None
@@ -55,7 +56,8 @@ class OpDifferences:
         vanished: calls that only the first run has.
         appeared: calls that only the second run has.
         sites: lines of the first run, each with the line of the second run that corresponds to it.
-        equal_share: the share of the calls of both runs with an equal call in the other run, from 0 to 1.
+        equal_share: the share of the calls of both runs, from 0 to 1, that are not in `moved`, `vanished` or
+            `appeared`.
     """
 
     moved: list[Moved] = field(default_factory=list)
@@ -111,7 +113,7 @@ def read_ops(records: Iterable[OpRecord]) -> list[ContractOp]:
 
 
 def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) -> OpDifferences:
-    """Return how the ops of two runs differ. Ops that are not promised are left out."""
+    """Return how the ops of two runs differ. Leave out ops that one of the runs does not promise (`is_promised`)."""
     unpromised = {_module_and_op(op) for op in (*before, *after) if not op.is_promised}
     old, new = (_group_by_module(op for op in ops if _module_and_op(op) not in unpromised) for ops in (before, after))
     old_lines, new_lines = match_lines(before, after)
@@ -123,8 +125,10 @@ def find_differences(before: Sequence[ContractOp], after: Sequence[ContractOp]) 
     only_before: list[_Call] = []
     only_after: list[_Call] = []
     for old_name, new_name in _match_modules(old, new):
-        old_calls = [_Call(op, old_lines.get(op.site)) for op in old.get(old_name, [])]
-        new_calls = [_Call(op, new_lines.get(op.site)) for op in new.get(new_name, [])]
+        old_ops = [] if old_name is None else old[old_name]
+        new_ops = [] if new_name is None else new[new_name]
+        old_calls = [_Call(op, old_lines.get(op.site)) for op in old_ops]
+        new_calls = [_Call(op, new_lines.get(op.site)) for op in new_ops]
         rest = _compare(old_calls, new_calls, differences, is_module=bool(old_name))
         only_before.extend(rest[0])
         only_after.extend(rest[1])
@@ -148,14 +152,16 @@ def _group_by_module(ops: Iterable[ContractOp]) -> dict[str, list[ContractOp]]:
     return groups
 
 
-def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]) -> list[tuple[str, str]]:
-    """Return a pair of names for each module: its name in the first run, and its partner's in the second.
+def _match_modules(
+    old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]
+) -> list[tuple[str | None, str | None]]:
+    """Return a pair of names for each module: its name in the first run, and its partner's name in the second.
 
-    Partners are, in this order: modules with equal calls, if a module was renamed; modules of the same name; modules
-    with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is paired with its
-    own name, which the other run does not have.
+    Partners are, in this order: modules with equal calls, if the runs do not have the same names; modules of the same
+    name; modules with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is
+    paired with None.
     """
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[str | None, str | None]] = []
 
     def without_partner() -> tuple[list[str], list[str]]:
         paired_old, paired_new = {old_name for old_name, _ in pairs}, {new_name for _, new_name in pairs}
@@ -174,11 +180,11 @@ def _match_modules(old: dict[str, list[ContractOp]], new: dict[str, list[Contrac
             pairs.append((old_names[block.a + place], new_names[block.b + place]))
 
     old_names, new_names = without_partner()
-    return [*pairs, *((name, name) for name in (*old_names, *new_names))]
+    return [*pairs, *((name, None) for name in old_names), *((None, name) for name in new_names)]
 
 
 def _match_equal_modules(old: dict[str, list[ContractOp]], new: dict[str, list[ContractOp]]) -> list[tuple[str, str]]:
-    """Return pairs of modules with equal calls. Of several with equal calls, those with the same name are a pair.
+    """Return pairs of modules with equal calls. If several could be partners, those with the same name are.
 
     In a `Sequential` that was split or joined, a name such as "3" may belong to another module in the second run.
     """
@@ -234,11 +240,11 @@ def _compare(
 def _compare_op(
     old: list[_Call], new: list[_Call], differences: OpDifferences, *, is_only_line: bool
 ) -> tuple[list[_Call], list[_Call]]:
-    """Compare the calls of one op, and return those without a partner.
+    """Compare the calls of one op in two runs, and return the calls without a partner.
 
-    A call has a partner on its own line, an equal partner on any line, or a partner between the same anchors. Of other
-    calls it is not sure that they belong together, except if each run has them on a single line (`is_only_line`), or
-    if lines are not known.
+    The partner of a call is, in this order: a call on the same line; an equal call on any line; a call between the same
+    anchors, which are lines known to correspond (`match_lines`). Other calls are paired only if each run has the op on
+    a single line (`is_only_line`), or if a line is not known. Otherwise, it is not sure that they belong together.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
     if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):
@@ -271,9 +277,9 @@ def _gap(call: _Call) -> int | None:
 def _pair_and_add(
     old: Sequence[_Call], new: Sequence[_Call], differences: OpDifferences, place: Callable[[_Call], object]
 ) -> tuple[list[_Call], list[_Call]]:
-    """Add pairs of calls with the same `place` to `differences`, and return the calls without a partner.
+    """Pair calls for which `place` returns the same; among them, first those that differ only in their constants.
 
-    Calls that differ only in their constants are paired first.
+    Add the pairs to `differences`, and return the calls without a partner.
     """
     equal_but_constants, old, new = _pair(old, new, lambda call: (place(call), _key(call.op)))
     others, old, new = _pair(old, new, place)
@@ -291,7 +297,7 @@ def _pair_and_add(
 def _pair(
     old: Sequence[_Call], new: Sequence[_Call], key: Callable[[_Call], object]
 ) -> tuple[list[Moved], list[_Call], list[_Call]]:
-    """Pair calls with the same key, in order. Return the pairs, and the calls of each run without a partner."""
+    """Pair calls with the same key, in order. Return the pairs, and the calls without a partner of each run."""
     left = [call.op.calls for call in new]  # the calls that have no partner yet
     places: dict[object, list[int]] = {}
     for place, call in enumerate(new):

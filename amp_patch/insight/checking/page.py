@@ -1,4 +1,6 @@
-"""The HTML page of a check: the broken promises, and the curves of both runs with the promised bands."""
+"""The HTML page of a check, which compares a run with a contract: the broken promises, and the curves of the contract,
+with their bands, and of the run.
+"""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ from .contract import Contract, StepsRecord
 from .verdict import Verdict
 
 _SHOWN = 10
-"""The broken promises above the curves. The others are shown on a click."""
+"""The number of broken promises that are always shown. A click shows the others."""
 
 
 def write_page(

@@ -30,8 +30,8 @@ _Owner = int | str
 class ContractProbe(CurveProbe):
     """Records the losses, the ops of the second step, and numbers of modules, optimizers and steps.
 
-    Waits for the device at each module in the first step, and in each step at each gradient and each update of a
-    parameter.
+    Waits for the device at each layer in its first call with gradients, and in each step at each gradient and each
+    update of a parameter.
 
     Args:
         steps: the number of steps.
@@ -50,8 +50,8 @@ class ContractProbe(CurveProbe):
         self._ops = Recorder(RECORDED, RECORDED + 1, counts_before=False)
         self._modules = _ModuleNumbers(self._ops.paused)
         self._optimizers: dict[int, list[OptimizerRecord]] = {}  # by the id of the optimizer
-        self._gradients: list[float] = []  # the norm in each step
-        self._updates: list[float] = []  # the norm in each step
+        self._gradients: list[float] = []  # the norm in each step of an optimizer
+        self._updates: list[float] = []  # the norm in each step of an optimizer
         self._before: dict[int, list[Tensor]] = {}  # copies of the weights at the start of a step, by optimizer id
         self._threads = threads
         self._threads_before: int | None = None
@@ -105,7 +105,7 @@ class ContractProbe(CurveProbe):
             self._optimizers[id(optimizer)] = list(_describe_settings(len(self._optimizers), optimizer))
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching, and restore the number of threads. Harmless twice."""
         super().stop()
         self._ops.stop()
         self._modules.stop()
@@ -160,7 +160,9 @@ class _ModuleNumbers:
             self._handle = None
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Measure the weights and the output of a layer in its first call with gradients. A global forward hook."""
+        """A global forward hook: measure the output of a layer in its first call with gradients. Measure its weights,
+        too, unless an optimizer may have changed them.
+        """
         owner = id(module)
         if owner not in self._names or owner in self._types or not torch.is_grad_enabled() or not is_layer(module):
             return
@@ -173,7 +175,7 @@ class _ModuleNumbers:
                 self._outputs[owner] = sketch_all([tensor]), short(tensor.dtype)
 
     def _has_stepped(self, module: nn.Module) -> bool:
-        """Return whether an optimizer has begun a step for a parameter of the module, so its weights may be others."""
+        """Return whether an optimizer has begun a step for a parameter of the module, so that it may have changed."""
         find_master = current.require().find_master
         weights = list(module.parameters(recurse=False))
         masters = [master for master in map(find_master, weights) if master is not None]
@@ -182,8 +184,8 @@ class _ModuleNumbers:
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them.
 
-        The first gradients that count are those of the first step in which all are finite: a step is skipped otherwise,
-        and clipping by an infinite norm has made its finite gradients zero.
+        The first gradients that count are those of the first step in which all are finite. Otherwise the step may be
+        skipped, and clipping by an infinite norm may have made its finite gradients zero.
         """
         self._stepped.update(map(id, parameters))
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
@@ -296,9 +298,9 @@ def _flatten(tensor: Tensor) -> Tensor:
 def sketch_all(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     """Return one sketch of several tensors: see `ModuleNumbersRecord`. () if none has floating values.
 
-    A sketch has `SKETCH` (16) values; value number i is the sum of the elements i, i + 16, i + 32, ..., each with a
-    random sign. The signs come from a generator of their own, so the random numbers of the run stay the same. Tensors
-    on the meta device add nothing. Waits for the device.
+    A sketch has `SKETCH` (16) values; value number i is the sum of the elements i, i + 16, i + 32, ... of each tensor,
+    each with a random sign. The signs come from a generator of their own, so the random numbers of the run stay the
+    same. Tensors on the meta device add nothing. Waits for the device.
     """
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):

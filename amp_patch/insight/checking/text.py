@@ -1,4 +1,8 @@
-"""Contracts and verdicts as text."""
+"""Contracts and verdicts as text.
+
+A contract is a file that promises how a training computes: ops, dtypes, settings and numbers. A verdict says which of
+these promises a check found broken.
+"""
 
 from collections.abc import Iterator
 

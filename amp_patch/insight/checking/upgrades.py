@@ -11,7 +11,10 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 class Upgrade:
-    """The versions of torch of the contract and of the check, such as "2.11.0+cpu", and the type of the device."""
+    """Compares the versions of torch of the contract (`before`) and of the check (`after`), such as "2.11.0+cpu".
+
+    `device`: the type of the device.
+    """
 
     def __init__(self, before: str, after: str, device: str) -> None:
         self._before, self._after, self._device = before, after, device
@@ -19,8 +22,8 @@ class Upgrade:
     def describe(self, op: ContractOp) -> str:
         """Return a text to add to the report on an op, in brackets; "" if both versions are the same.
 
-        It names the change of torch's autocast that explains the precision of the op. If there is none, it only names
-        the two versions. Imports torch, unless both versions are the same.
+        The text names the change of torch's autocast that explains the precision of the op. If there is none, the text
+        only names the two versions. Imports torch, unless both versions are the same.
         """
         if self._before == self._after:
             return ""
@@ -48,6 +51,6 @@ class Upgrade:
 
 
 def _parse_version(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version: (2, 11) for "2.11.0+cpu"."""
+    """Return the first two numbers of a version: (2, 11) for "2.11.0+cpu". For text without them, return (0, 0)."""
     match = _VERSION.match(version)
     return (0, 0) if match is None else (int(match[1]), int(match[2]))

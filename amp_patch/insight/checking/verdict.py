@@ -18,17 +18,17 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's is another script if a smaller share of its calls is equal, whatever
-their dtypes.
+"""A script with another name than the contract's counts as another script if a smaller share of its calls of ops is in
+the contract, too. The dtypes of the calls do not matter.
 """
 
 GROWN = 2.0
-"""A diff of two contracts mentions the error against float32 of an output out of its band if it has grown by more than
-this factor. A check does not measure this error.
+"""If an output has left its band, and its error against float32 has grown by more than this factor, a diff of two
+contracts says so. A check does not measure this error.
 """
 
 MOST_LOST = 2.0
-"""A training may lose this multiple of the share of updates that it lost when the contract was made."""
+"""A training may lose up to this multiple of the share of updates that it lost when the contract was made."""
 
 
 class Break(NamedTuple):
@@ -78,7 +78,7 @@ class Verdict:
 def judge(contract: Contract, now: Contract) -> Verdict:
     """Return which promises of a contract are broken in `now`, a later run of the training on one kind of hardware.
 
-    Ops and optimizers are judged on any hardware; numbers only if the contract has bands for this kind of hardware.
+    Ops and optimizers are judged on any hardware. Numbers are judged only if the contract has bands for this kind.
     """
     verdict = Verdict()
     ops = contract.ops, now.ops
@@ -105,8 +105,8 @@ def judge(contract: Contract, now: Contract) -> Verdict:
         verdict.notes.append(f"numbers are not judged: {promised.hardware.problem}")
     else:
         verdict.breaks.extend(_judge_numbers(promised, measured, (contract.ops, now.ops)))
-    # If no numbers are promised, other ops break the contract, because nothing else shows their effect. On hardware
-    # that the contract does not know, they do not: an op may have another kernel there.
+    # If the contract knows this hardware but promises no numbers, an op that only one run has breaks the contract,
+    # because nothing else shows its effect. On unknown hardware it does not: an op may have another kernel there.
     _report_other_ops(verdict, result, is_break=promised is not None and bool(promised.hardware.problem))
     unpromised = sum(not op.is_promised for op in contract.ops)
     if unpromised:
@@ -182,7 +182,7 @@ def describe_move(pair: Moved) -> str:
 
 
 def describe_dtypes(op: ContractOp) -> str:
-    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16"."""
+    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16". "()" stands for no tensors."""
     return f"{', '.join(op.given) or '()'} -> {', '.join(op.out) or '()'}"
 
 
@@ -193,15 +193,15 @@ def _describe_rule(op: ContractOp) -> str:
 
 
 def list_constants(op: ContractOp) -> str:
-    """Return the constants among the arguments of an op."""
+    """Return the constants among the arguments of an op, or "none"."""
     return ", ".join(op.constants) or "none"
 
 
 def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
     """Add the ops that only one run has to a verdict: as a note, or as a broken promise before its effects.
 
-    They are a broken promise if `is_break`, or if they may be the cause of another one: of a number out of its band, or
-    of the dtypes that another op gets.
+    These ops are a broken promise in three cases: `is_break` is True, a number is out of its band, or an op got
+    arguments in other dtypes. In the last two cases, they may be the cause.
 
     Args:
         verdict: has the broken promises about ops, optimizers and numbers already.
@@ -261,7 +261,7 @@ def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
         else:
             old_settings, new_settings = _parse_settings(old), _parse_settings(new)
             for setting, old_value in old_settings.items():
-                # a setting that only one has may be from another release of torch
+                # a setting that only one of the two runs has may be from another release of torch
                 new_value = new_settings.get(setting, old_value)
                 if new_value != old_value:
                     yield Break("optimizer", f"{name} ({new.type}): {setting} {old_value} -> {new_value}")
@@ -280,7 +280,8 @@ def _judge_numbers(
 ) -> Iterator[Break]:
     """Yield a broken promise for each number that left its band, causes before effects.
 
-    `ops`: the ops of the contract, and those of the run.
+    If a number has a value for each step, only the first step with a value out of its band is reported. `ops`: the ops
+    of the contract, and the ops of the run.
     """
     pairs = [pair for pair in _match_modules(promised.modules, now.modules) if _is_comparable(*pair, *ops)]
     scale = promised.curve("loss scale")
@@ -321,7 +322,7 @@ def _name_module(module: ModuleRecord) -> str:
 
 
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
-    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module."""
+    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module, or None."""
     if name == "update":
         return compare_norms(old.update, new.update)
     return compare_sketches(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
@@ -375,8 +376,8 @@ def _is_comparable(
 ) -> bool:
     """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
-    Not if the module has no weights, such as an activation, and its ops differ: the script may call it at other places
-    now, so its first call may be another one.
+    It makes none if the module has no weights, such as an activation, and its ops differ: the script may call it at
+    other places now, so its first calls in the two runs may not correspond.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
 
@@ -390,7 +391,7 @@ def _count_ops(module: str, ops: Sequence[ContractOp]) -> Counter[str]:
 
 
 def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
-    """Yield a broken promise if rounding loses more of the changes of 16-bit tensors than promised."""
+    """Yield a broken promise if rounding loses more of the changes of 16-bit tensors than `MOST_LOST` allows."""
     old, new = promised.hardware, now.hardware
     if new.kept is None:
         return
@@ -421,7 +422,7 @@ def _was_skipped(value: float) -> str:
 
 
 def _find_break(promised: StepsRecord, now: StepsRecord | None) -> int | None:
-    """Return the first step, of those that both trainings took, whose number has left its band; None without one."""
+    """Return the first step that both trainings took and whose number has left its band; None without one."""
     values: Sequence[float] = now.values if now is not None else ()
     # a shorter training is reported by `_judge_length`
     for step, (value, band, current) in enumerate(zip(promised.values, promised.bands, values, strict=False)):

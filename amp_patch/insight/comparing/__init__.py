@@ -26,9 +26,12 @@ def compare(
     `train` is a function without arguments. It creates its model and data, calls `amp.initialize` or enters
     `torch.autocast`, and trains; it is stopped after `steps` steps. Each entry of `runs` is a level, or "as-is" for the
     settings of `train` itself, with op lists on top if you like: "O4+my_lists.yaml". None stands for O0, O1, O2, O4 and
-    O5, or, if `train` uses torch.autocast, for as-is, O0, O1 and O4. Each run trains once from each seed (the reference
-    twice, and once more from the first), and once for a few steps to measure layers, memory and updates. `train` writes
-    its files in each run.
+    O5; if `train` uses torch.autocast, for as-is, O0, O1 and O4; if it makes its weights 16-bit itself, for O0 and the
+    unchanged script.
+
+    Each run trains once from each seed (the reference twice, and once more from the first), and once for a few steps to
+    measure layers, memory and updates. The seeds end early if the reference has the same losses from two of them.
+    `train` writes its files in each run.
 
     Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
     Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError

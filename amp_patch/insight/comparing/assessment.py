@@ -1,8 +1,9 @@
-"""`Assessment`: the verdict on a run in words, compared with the reference, the run in float32.
+"""`Assessment`: the verdict on a run in words, compared with the reference.
 
-It says whether the run trains as well, how fast it is, and how much memory it needs. Differences of losses are judged
-by two measurements of the reference (see `Summary`): the *noise*, the difference that one unit in the last place of the
-weights makes, and the *gain*, the change of the loss by training.
+By default, the reference is the run in float32. The verdict says whether the run trains as well, how fast it is, and
+how much memory it needs. Differences of losses are judged by two measurements of the reference (see `Summary`): the
+*noise*, the difference that one unit in the last place of the weights makes, and the *gain*, the change of the loss by
+training.
 """
 
 import math
@@ -14,13 +15,13 @@ WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
 
 ALIKE = 1e-2
-"""A run is as good if its loss differs by at most this share of the reference's loss. One seed cannot show less."""
+"""A difference of at most this share of the reference's loss means nothing, unless it is large beside the gain."""
 
 ALIKE_IN_SEEDS = 1e-3
-"""The same share with several seeds."""
+"""The same share for runs from at least `SEEDS` seeds. One seed cannot show such small differences."""
 
 ALIKE_IN_GAIN = 0.1
-"""A run is as good only if its loss also differs by at most this share of the gain."""
+"""A difference is large beside the gain if it is above this share of the gain."""
 
 # ALIKE_IN_GAIN, RESOLVED and OFF were chosen by measurements of the first 50 steps, at O1, O2, O4 and O5.
 # Trainings without a fault (examples/, the training of docs/levels.md, GPTs, a transformer, a GAN, a VAE, convolutions
@@ -33,15 +34,15 @@ LEARNED = 10.0
 """The reference has learned something if it gained more than this multiple of the noise."""
 
 RESOLVED = 20.0
-"""A loss that differs by more than `ALIKE_IN_GAIN` is judged only if the gain is more than this multiple of the
-difference of the first losses. That difference is from rounding alone, because the runs start from equal weights.
+"""A difference that is large beside the gain is judged only if the gain is more than this multiple of the
+difference of the first losses. The first losses differ by rounding alone, because the runs start from equal weights.
 """
 
 OFF = 0.3
 """A run is worse if the gradients of a layer have a relative error above this in the first step."""
 
 DROPPED = 0.05
-"""A run is worse if it drops more than this share of the batches, and more than one."""
+"""A run is worse if it drops more than this share of its batches, and more than one: no step uses them."""
 
 MOST_SKIPS = 20
 """A loss scale that starts at 2**16 fits after at most this many skipped steps. A run of more steps that skips them all
@@ -51,10 +52,10 @@ never learns.
 WITHIN_NOISE = "within noise"
 
 TIMED_STEPS = 10
-"""Times of fewer steps are not judged."""
+"""Times are not judged if the run took fewer steps than this."""
 
 SEEDS = 3
-"""With this many seeds, their spread shows whether a difference means something."""
+"""From this number of seeds on, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
 """A difference is not by chance if it is above `CLEAR` times the loss, or the gain if that is smaller, and above
@@ -88,7 +89,7 @@ class Assessment:
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the loss differs by more than noise, but too few seeds were run to tell whether that is by chance."""
+        """Whether the losses differ, but so little that it may be chance, and too few seeds were run to tell."""
         if not math.isfinite(self._difference) or self._find_reason() or self._has_seeds:
             return False
         if self._judge_training():
@@ -186,7 +187,7 @@ class Assessment:
         return ""
 
     def _count_dropped(self) -> int:
-        """Return how many batches more than in the reference end in no step; 0 if they are only a few.
+        """Return how many batches more than in the reference are used by no step; 0 if they are only a few.
 
         In the reference, several batches may belong to each step, by gradient accumulation.
         """
@@ -232,7 +233,7 @@ class Assessment:
         return f"{size:.1e} {direction}"
 
     def _is_within_seeds(self) -> bool:
-        """Return whether the mean difference over the seeds is below two standard errors."""
+        """Return whether the mean difference over the seeds is at most two standard errors. False if not known."""
         seeds = len(self._summary.differences(self.row.name))
         if self.row.spread is None or seeds < SEEDS:
             return False
@@ -257,7 +258,10 @@ class Assessment:
         return f"{verdict} (a step takes {factor:.2f} times as long)"
 
     def of_memory(self) -> str:
-        """Return in words how much memory the run needs; "" if as much as the reference, or not known."""
+        """Return in words how much memory the run needs.
+
+        Return "" if it needs about as much as the reference, if this is not known, or if every step was skipped.
+        """
         peak, reference_peak = self.row.run.peak, self._reference_row.run.peak
         if self._is_all_skipped or peak is None or not reference_peak:
             return ""

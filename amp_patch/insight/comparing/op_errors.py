@@ -1,7 +1,7 @@
 """Finds the error that each op adds in 16 bits.
 
-`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in another
-run; their errors are those that `OpErrors` has measured.
+`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in any
+other run; their errors are those that `OpErrors` has measured.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ RANDOM = frozenset(
 """Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
 _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""Functions that do so on a GPU alone, because a kernel there draws several numbers at once."""
+"""Functions that do so only on a GPU, because a kernel there draws several numbers at once."""
 
 
 class LowOps:
@@ -40,23 +40,23 @@ class LowOps:
         self._low_ops: dict[tuple[str, str, str], OpErrorRecord] = {}  # by module, op and line of the script
 
     def watch(self, session: Session) -> None:
-        """Begin. Called again when a session gets more models."""
+        """Begin to watch the ops of a session. Call it again when the session gets more models."""
         if self._watch is not None:
             if self._session is session and self._has_seen_ops:
-                return  # more models would change the names of modules, which noted ops have already
+                return  # the names of modules would change, and noted ops have the old names
             self._watch.stop()
         self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
         self._watch.start()
 
     def stop(self) -> None:
-        """End. Harmless twice."""
+        """Stop watching. It may be called twice."""
         if self._watch is not None:
             self._watch.stop()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager: ignore the ops of the block, which are the probe's own."""
+        """Context manager: ignore the ops of the block, which are not the script's."""
         watch = self._watch
         if watch is None or watch.is_busy:
             yield
@@ -68,7 +68,7 @@ class LowOps:
             watch.is_busy = False
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op in each module, and each line of the script that calls it."""
+        """Yield a record for each op that has run in 16 bits, by module and line of the script."""
         yield from self._low_ops.values()
 
     def _here(self) -> str:
@@ -101,8 +101,9 @@ class LowOps:
 class OpErrors(LowOps):
     """Measures the error of each op of a step in float16 and in bfloat16, in a run in float32.
 
-    A call runs three times: in both 16-bit dtypes, by a `Shadow` each, and in float32, whose result the script gets. It
-    runs once if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
+    Each call runs three times: in float16, in bfloat16, and in float32, whose result the script gets. A `Shadow` for
+    each 16-bit dtype runs the call in it. If gradients are disabled, or if a second call would differ (see
+    `Shadow.run_low`), the call only runs in float32.
     """
 
     def __init__(self) -> None:
@@ -110,13 +111,16 @@ class OpErrors(LowOps):
         self._shadows = [Shadow(low, lambda: 1.0) for low in sorted(LOW_DTYPES, key=str)]
 
     def stop(self) -> None:
-        """End. Harmless twice."""
+        """Stop watching. It may be called twice."""
         super().stop()
         for shadow in self._shadows:
             shadow.end_step()
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op in each module, each line and each dtype. An overflow is an error of inf."""
+        """Yield a record for each op and 16-bit dtype, by module and line of the script.
+
+        The error is the larger one of the forward and the backward pass. An overflow is an error of inf.
+        """
         for shadow in self._shadows:
             low = short(shadow.low)
             for measured in shadow.records():

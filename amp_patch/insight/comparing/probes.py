@@ -42,14 +42,14 @@ UPDATES = 4
 class CurveProbe(Probe):
     """Records the loss, the smallest loss scale and the time of each step, and counts batches.
 
-    The loss of a step is the mean of the losses that `scale_loss` was given. The time runs from the end of a step to
-    the end of the next, with all that the script does in between. On a CPU it is CPU time, which other load affects
-    less. The probe waits for the device once a step.
+    The loss of a step is the mean of the losses that went backward in it. The time of a step begins when the step
+    before it has ended, so it includes all that the script does in between. On a CPU it is CPU time, which other load
+    affects less. The probe waits for the device once a step.
 
     Args:
         steps: the number of steps to watch.
-        is_noise: whether to move the weights by one unit in the last place before each step.
-        is_frozen: whether to put the weights of the first step back after each step.
+        is_noise: whether to move each weight by one unit in the last place, at first and after each step.
+        is_frozen: whether to put the weights of before the first step back after each step.
         on_end: called after the last step.
     """
 
@@ -131,7 +131,7 @@ class CurveProbe(Probe):
         self._step_started = self._read_clock()
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         self._pending.clear()
         self._batch_counter.stop()
 
@@ -157,12 +157,12 @@ class _BatchCounter:
         self._handle: RemovableHandle | None = None
 
     def start(self) -> None:
-        """Count from now on. Harmless twice: another hook would make torch.compile compile again."""
+        """Count from now on. A second call adds no second hook, which would make torch.compile compile again."""
         if self._handle is None:
             self._handle = register_module_forward_pre_hook(self._count)
 
     def stop(self) -> None:
-        """Stop counting. Harmless twice."""
+        """Stop counting. A second call does nothing."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -182,7 +182,7 @@ class _BatchCounter:
 
 
 class _FirstWeights:
-    """The weights of each optimizer at its first step. They are put back after each step, so nothing is learned."""
+    """The weights of each optimizer before its first step. They are put back after each step, so nothing is learned."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -200,7 +200,7 @@ class _FirstWeights:
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
-        """Put the weights of this optimizer back, but no others: a graph that is still alive may hold these."""
+        """Put the weights of this optimizer back. Leave others alone: a graph that is still alive may hold them."""
         for weight, value in self._kept.get(id(optimizer), ()):
             weight.copy_(value)
         current.require().sync()
@@ -237,7 +237,7 @@ class LayerProbe(Probe):
     in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
 
     Args:
-        loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow.
+        loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow; None for the session's own.
         has_errors: whether to measure the error that each op would add in 16 bits. Needs a run in float32.
         on_end: called after the last step.
     """
@@ -299,7 +299,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step. Tell the watch of updates that a later one begins."""
+        """Sample the gradients before the first step. While updates are followed, tell their watch of each step."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
@@ -354,7 +354,7 @@ class LayerProbe(Probe):
         self._handles, self._names = [], {}
 
     def stop(self) -> None:
-        """Stop watching. Harmless twice."""
+        """Stop watching. A second call does nothing."""
         self._unhook()
         self._ops.stop()
         self._stop_meter()
@@ -413,7 +413,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _sample_with_norm(gradient: Tensor) -> Iterator[float]:
-    """Yield samples of a gradient, each times a factor by which the norm of all estimates the norm of the gradient."""
+    """Yield samples of a gradient, all times one factor, so that their norm estimates the norm of the gradient."""
     values = _sample(gradient)
     factor = math.sqrt(gradient.numel() / max(1, len(values)))
     return (value * factor for value in values)

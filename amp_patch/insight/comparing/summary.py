@@ -26,7 +26,7 @@ class Row(NamedTuple):
         difference: how much larger the final loss is than in the reference, a mean over seeds.
         spread: the standard deviation of this difference over seeds.
         ms: the time of a step in milliseconds, the median over seeds.
-        factor: its ratio to the time of the reference.
+        factor: the ratio of `ms` to the time of the reference.
         batches: the number of batches in the run of the first seed, including those that end in no step.
         skipped: the number of skipped steps of all seeds.
         scale: the last loss scale of the first seed.
@@ -76,7 +76,7 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the losses of a run by seed; with `is_noise`, of its variant whose weights were moved in each step."""
+        """Return the curves of a run by seed; with `is_noise`, of its variant whose weights were moved in each step."""
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
@@ -155,7 +155,7 @@ class Summary:
 
     @property
     def gradients(self) -> GradientRecord | None:
-        """The gradients of the reference, counted."""
+        """The gradients of the reference, counted by magnitude; None if they were not counted."""
         records = self.recording.of(GradientRecord)
         return next((record for record in records if record.run == self.about.reference), None)
 
@@ -219,7 +219,7 @@ class Summary:
 
 
 def _find_median(times: Iterable[float]) -> float | None:
-    """Return the median; None if a run was not timed."""
+    """Return the median of the times of runs; None without times, or if a run was not timed."""
     given = list(times)
     if not given or any(map(math.isnan, given)):
         return None
@@ -227,7 +227,7 @@ def _find_median(times: Iterable[float]) -> float | None:
 
 
 def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
-    """Return the share of gradients that a dtype rounds to zero at a loss scale; None if the scale is inf, NaN or 0."""
+    """Return the share of gradients that a dtype rounds to zero at a loss scale. None for a scale of 0, inf or NaN."""
     if not 0 < scale < math.inf:
         return None
     if low not in FORMATS:
@@ -241,7 +241,7 @@ def last(values: Sequence[float]) -> Sequence[float]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean; NaN without values, or with inf of both signs."""
+    """Return the mean. It is NaN without values, with a NaN, or with inf of both signs."""
     given = list(values)
     if not given:
         return math.nan

@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The verdict on runs in words, and whether it is good; None for neither good nor bad."""
+    """A verdict in words, whether it is good (None: neither good nor bad), and the names of the runs it is about."""
 
     text: str
     is_good: bool | None
@@ -37,7 +37,7 @@ class Judged(NamedTuple):
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
-    """Return the verdicts, the table and the notes. The table is shortened towards `width` characters; None: not."""
+    """Return the verdicts, the table and the notes. With `width`, make the table fit, if possible."""
     verdicts = [verdict.text for verdict in judge_runs(comparison)]
     if verdicts:
         verdicts.append("")
@@ -132,7 +132,7 @@ def _assess(comparison: Summary) -> list[Assessment]:
 
 
 def judge_runs(comparison: Summary) -> list[Judged]:
-    """Return a verdict on each run with losses but the reference, and then one on each error of runs that failed."""
+    """Return a verdict on each run that has a loss, except the reference, and one for each error of failed runs."""
     verdicts = []
     for run in _assess(comparison):
         if run.row.loss is not None:
@@ -169,9 +169,9 @@ def _group_failures(comparison: Summary) -> dict[str, list[str]]:
 
 
 def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
-    """Yield the notes, a line each. The error of a script has several lines.
+    """Yield the notes. Each is one line, except for the error of a script.
 
-    `has_zeros`: the table has the columns of the gradients that become zero.
+    `has_zeros`: whether the table shows how many gradients become zero.
     """
     about, rows = comparison.about, comparison.rows()
     assessed = _assess(comparison)

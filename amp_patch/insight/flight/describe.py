@@ -1,5 +1,6 @@
-"""The samples of a flight recorder in words: magnitudes that have grown, and when they pass the largest number of their
-format, which messages call its end. Needs no torch.
+"""Describes the samples of a flight recorder in words: magnitudes that have grown, and when they become too large.
+
+Messages call the largest number of a dtype its end: "float16 ends in about 90 steps". Needs no torch.
 """
 
 import math
@@ -23,7 +24,7 @@ SMALLEST_NORMAL = 2.0**-14
 """The smallest float16 number with full precision."""
 
 ZEROS_ROSE = 0.25
-"""Zeros have grown if their share has risen by so much."""
+"""The zeros in a gradient are reported if their share, from 0 to 1, has risen by at least this difference."""
 
 FAR = 8.0
 """A rise by this many powers of two is reported in any case."""
@@ -32,8 +33,8 @@ STEADY = 2.0
 """A rise by this many powers of two is reported if it leads to a large output or value, or to inf or NaN."""
 
 LARGE = 64.0
-"""An output is large from here on: a fourth of the square root of the largest float16. The product of two such values,
-as in attention, is not far from the end of float16.
+"""An output is large from here on: about a fourth of the square root of the largest float16. In attention, a sum of 16
+products of two such values reaches that largest number.
 """
 
 SCALE_FELL = 64.0
@@ -42,7 +43,14 @@ SCALE_FELL = 64.0
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """A module, gradient or value that has grown, and in how many steps its format ends; None: not in sight."""
+    """A module output, gradient or value that has grown.
+
+    Attributes:
+        record: its samples.
+        growth: the fit to the samples.
+        ends_in: in how many steps it will pass the largest number of its dtype; 0 if it has, None if that is not in
+            sight.
+    """
 
     record: FlightRecord
     growth: Growth
@@ -54,7 +62,7 @@ class Grown:
         return not math.isfinite(self.record.largest[-1])
 
     def find_end(self) -> tuple[int, float]:
-        """Return the first step whose sample is inf or NaN, and that sample. There is one."""
+        """Return the first step whose sample is inf or NaN, and that sample. There must be one."""
         samples = zip(self.record.steps, self.record.largest, strict=True)
         return next((step, largest) for step, largest in samples if not math.isfinite(largest))
 
@@ -62,8 +70,9 @@ class Grown:
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
     """Return the magnitudes that have grown up to their last sample, or first inf or NaN, in the order of `_order`.
 
-    Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts if a
-    forecast reaches the end of the format, if its fit rises by `FAR`, or by `STEADY` to a large output, inf or NaN.
+    Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts only if
+    a forecast passes the largest number of the dtype, if the fit rises by `FAR`, or if it rises by `STEADY` to a large
+    output or value, or to inf or NaN.
     """
     grown = []
     for record in records:
@@ -81,9 +90,10 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
 
 
 def _find_growth(record: FlightRecord) -> Growth | None:
-    """Return the growth over all samples; if the last one is inf or NaN, the growth before the first inf or NaN.
+    """Return the growth over all samples. If the last one is inf or NaN, return the growth before the first inf or NaN.
 
-    Finite samples after that show no growth, since larger ones would be inf. They count if there is none before.
+    (After the first, larger values are inf, so finite samples show no growth.) If there is no growth before it either,
+    return the growth over all samples.
     """
     if not math.isfinite(record.largest[-1]):
         finite = next(place for place, largest in enumerate(record.largest) if not math.isfinite(largest))
@@ -107,15 +117,15 @@ def _order(grown: Grown) -> tuple[int, float, float]:
 
 
 def find_limit(record: FlightRecord) -> float:
-    """Return the largest number of the 16-bit dtype of the run, to which the next op may cast; else of float32."""
+    """Return the largest number of the run's 16-bit dtype, to which the next op may cast; without one, of float32."""
     return LARGEST.get(record.low, _LARGEST_FLOAT32)
 
 
 def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> list[str]:
     """Return lines about magnitudes that have grown, gradients that vanish, and loss scales that fell.
 
-    Equal layers share a line. At most `_MOST_LINES` lines name magnitudes, first those of the module of a fault; one
-    more counts the others.
+    Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes, first those of
+    the module of the fault; one more line counts the others.
     """
     grown = find_grown(records)
     groups: dict[tuple[FlightKind, str], list[Grown]] = {}
@@ -129,7 +139,7 @@ def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None =
 
 
 def is_flight(recording: Recording) -> bool:
-    """Return whether a `FlightRecorder` has made a recording, and nothing has looked for faults in the same run."""
+    """Return whether all records of a recording are samples of a `FlightRecorder`, and there are any."""
     return bool(recording.flight) and len(recording.flight) == len(recording.records)
 
 
@@ -151,7 +161,7 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
 
 
 def _describe_headroom(records: Iterable[FlightRecord]) -> str:
-    """Return how far the largest output of the last sample is from the end of float16; "" for another dtype."""
+    """Return the largest output of the last samples, beside the end of float16; "" without finite float16 outputs."""
     outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
     finite = [record for record in outputs if math.isfinite(record.largest[-1])]
     if not finite:
@@ -212,7 +222,7 @@ def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
     lost = []
     for record in records:
         is_sampled = record.subject is FlightKind.GRADIENT and len(record.steps) >= MIN_SAMPLES
-        # the last one before all are zero: behind a dead ReLU it is not small
+        # the last sample before all are zero: behind a dead ReLU, it is not small
         last = next((largest for largest in reversed(record.largest) if largest > 0), math.inf)
         if not is_sampled or record.low != "f16" or not last * scale < SMALLEST_NORMAL:
             continue

@@ -1,7 +1,9 @@
 """`Sheet`: measures the tensors of one sampled step on their device. The host waits only on MPS.
 
-A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. A step
-takes six for all tensors together, and one copy to the host, for which nothing waits.
+A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. With a
+scale, it takes three. A step takes six launches for all tensors together, and one copy to the host.
+
+A *near* value is one with a magnitude of at least `NEAR`: it is near the largest number of float16.
 """
 
 import math
@@ -38,7 +40,7 @@ class Page:
 
     Attributes:
         counts: for each row that was measured, the number of values among which zeros and near values are counted.
-        numbers: float32 on the host, of shape (3, rows): largest magnitudes, counts of zeros, counts beyond `NEAR`.
+        numbers: float32 on the host, of shape (3, rows): largest magnitudes, counts of zeros, counts of near values.
         event: reached once `numbers` has arrived; None if it is there already.
     """
 
@@ -83,7 +85,7 @@ class Sheet:
         self._is_filled = False
 
     def measure(self, row: int, tensor: Tensor, scale: Tensor | None = None) -> None:
-        """Measure a tensor: floating, dense memory or not, at least one value. `scale` divides its values.
+        """Measure a floating or complex tensor with at least one value. Its values are divided by `scale`.
 
         A row that is measured again in the step keeps the larger magnitude, and the values of the first tensor.
         """
@@ -103,7 +105,7 @@ class Sheet:
             _take_larger(largest, target, out=largest)
             return
         if not self._is_filled:
-            # a tensor may have fewer values than its row; NaN is neither zero nor beyond a limit
+            # a tensor may have fewer values than its row; NaN is neither zero nor near
             self._values.fill_(math.nan)
             self._is_filled = True
         spread = _spread(values)
@@ -114,7 +116,7 @@ class Sheet:
             _divide(spread, scale, out=self._values[row, :count])
 
     def note(self, row: int, number: Tensor | float) -> None:
-        """Take a number as the magnitude of a row without values."""
+        """Take a number as the largest magnitude of a row, which then has no values to count."""
         self._counts[row] = 0
         if isinstance(number, Tensor):
             self._numbers[0, row].copy_(number.detach().reshape(()), non_blocking=True)
@@ -122,14 +124,14 @@ class Sheet:
             self._numbers[0, row].fill_(number)
 
     def finish(self) -> Page | None:
-        """Count the zeros and the large values, and start the copy to the host. None if nothing was measured."""
+        """Count the zeros and the near values, and start the copy to the host. Return None if nothing was measured."""
         if not self._counts:
             return None
         for row, is_counted in enumerate(
             (_is_equal(self._values, 0), _is_at_least(_magnitude(self._values), NEAR)), start=1
         ):
             _add_up(is_counted, [1], False, dtype=torch.float32, out=self._numbers[row])
-        # no event of mps tells when a copy has arrived, so the host waits there
+        # no event of MPS tells when a copy has arrived, so on MPS the host waits
         if self._device.type in ("cpu", "mps"):
             return Page(self._counts, self._numbers.to("cpu", copy=True), None)
         on_host = torch.empty(self._numbers.shape, dtype=torch.float32, device="cpu", pin_memory=True)
@@ -159,9 +161,9 @@ def _is_dense(values: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _find_distance(count: int) -> int:
-    """Return the largest distance at which `VALUES` of `count` values lie.
+    """Return the largest distance without a common factor with `count` at which `VALUES` of `count` values lie.
 
-    It has no common factor with `count`. With one, it would meet the same channels of a tensor again and again.
+    With a common factor, the values would come from the same channels of a tensor again and again.
     """
     distance = max(1, count // VALUES)
     while math.gcd(distance, count) > 1:

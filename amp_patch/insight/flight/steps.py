@@ -1,4 +1,4 @@
-"""`StepFollower`: tells a `Sampler` of the steps of a script's own loop."""
+"""`StepFollower`: begins and ends the steps of a `Sampler` as the optimizers of a script's own loop step."""
 
 import functools
 import weakref
@@ -23,12 +23,12 @@ class StepFollower(events.Watcher):
     """Follows the steps of optimizers: by the events of a session that has bound them, else by hooks.
 
     Args:
-        sampler: is told of each step.
-        get_models: returns the models.
+        sampler: samples the steps.
+        get_models: returns the models to sample.
         before_end: called before a sampled step ends.
 
     Attributes:
-        run: the record of the last session that has closed.
+        run: the record of the run of the last session that has closed; None before.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepFollower(events.Watcher):
         self._scalers: list[Any] = []
         self._counter = StepCounter()
         self._step = 0
-        self._told: Optimizer | None = None  # an event has told of its step, so its hooks are ignored
+        self._told: Optimizer | None = None  # whose step a session reports; hooks do nothing until the step ends
         self._has_stepped = False
 
     def open(self, undo: UndoStack) -> None:
@@ -51,14 +51,14 @@ class StepFollower(events.Watcher):
         undo.callback(events.watch(self))
 
     def add(self, optimizers: Sequence[Optimizer], scalers: Sequence[Any], undo: UndoStack) -> None:
-        """Follow optimizers, and GradScalers that step them. A step that a GradScaler skips runs no hook."""
+        """Follow optimizers. A step that a GradScaler skips runs no hook, so follow the `step` of GradScalers, too."""
         for optimizer in optimizers:
             self._hooks.setdefault(optimizer, ())
         for scaler in scalers:
             if not any(scaler is known for known in self._scalers):
                 self._scalers.append(scaler)
                 undo.callback_on(scaler, _restore_step, vars(scaler).get("step"))
-                vars(scaler)["step"] = _ScalerStep(self, scaler.step)
+                vars(scaler)["step"] = _ScalerStep(self, scaler)
         self._follow(current.state.session)
 
     def begin(self) -> None:
@@ -78,14 +78,14 @@ class StepFollower(events.Watcher):
         self._follow(None)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at gradients that are unscaled, also where the step will be skipped."""
+        """Sample the gradients. They are unscaled by now, also if the step will be skipped."""
         self._told = optimizer
         self._begin(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Count a step, taken or skipped."""
         is_begun, self._told = self._told is not None, None
-        if not is_begun:  # a step with a closure tells only its end
+        if not is_begun:  # for a step with a closure, the session only reports the end
             if self._hooks.get(optimizer):  # its hook has counted this step
                 return
             self._begin(optimizer)
@@ -113,7 +113,7 @@ class StepFollower(events.Watcher):
             self._end(optimizer)
         return result
 
-    # ---- both --------------------------------------------------------------------------------------------------------
+    # ---- events and hooks --------------------------------------------------------------------------------------------
 
     def _begin(self, optimizer: Optimizer) -> None:
         if self._sampler.is_sampling and optimizer in self._hooks:
@@ -132,8 +132,9 @@ class StepFollower(events.Watcher):
     def _follow(self, session: Session | None) -> None:
         """Take steps from the events of a session, and the steps of other optimizers from hooks.
 
-        Optimizers that were passed to `initialize` get no hook, because with one they could not skip a step on the
-        device. Those of a `NativeSession` keep theirs, which are ignored while its events tell of a step.
+        Optimizers that were passed to `initialize` get no hook, because with a hook they could not skip a step on the
+        device. Optimizers of a `NativeSession` (a script with torch.autocast) keep their hooks. The hooks do nothing
+        during a step that the session reports.
         """
         self._sampler.attach(self._get_models, session, self._scalers)
         bound: list[Optimizer] = []
@@ -152,19 +153,23 @@ class StepFollower(events.Watcher):
             self._hooks[optimizer] = ()
 
     def _forget(self) -> None:
-        """Keep neither hooks nor objects of the script."""
+        """Remove the hooks, and forget the objects of the script."""
         self._remove_hooks(list(self._hooks))
         self._hooks.clear()
         self._scalers = []
 
 
 class _ScalerStep:
-    """The `step` of a GradScaler while a recorder is attached."""
+    """The `step` of a GradScaler while a recorder is attached. A deep copy or a pickle of it is torch's `step`."""
 
-    def __init__(self, follower: StepFollower, original: Callable[..., Any]) -> None:
+    def __init__(self, follower: StepFollower, scaler: Any) -> None:
         self._follower = follower
-        self._original = original
-        functools.update_wrapper(self, original)
+        self._original: Callable[..., Any] = scaler.step
+        self._scaler = weakref.ref(scaler)
+        functools.update_wrapper(self, self._original)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (self._scaler(), "step")
 
     def __call__(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         return self._follower.step_by_scaler(self._original, optimizer, args, kwargs)

@@ -1,4 +1,7 @@
-"""`CopyWatch`: finds ops that use an old 16-bit copy of a weight. torch.autocast keeps copies until a region ends."""
+"""`CopyWatch`: finds ops that use an old 16-bit copy of a weight, which has changed since the copy was made.
+
+torch.autocast keeps such copies until its region ends.
+"""
 
 import weakref
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ class _Copy:
 
     Attributes:
         storage: the storage of the copy, held weakly.
-        weight: the weight. It is not held weakly, because torch swaps no tensors that have a weak reference.
+        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses such a tensor.
     """
 
     storage: Any
@@ -55,13 +58,14 @@ class CopyWatch:
     """Compares 16-bit copies of weights with the weights, whenever an op of a forward pass uses a copy.
 
     Args:
-        name, find_module: as for `UpdateWatch`.
+        name: returns the qualified name of a tensor of a model; "" or None for another tensor.
+        find_module: returns the name of the module that is running.
     """
 
     def __init__(self, name: Any, find_module: Any) -> None:
         self._name = name
         self._find_module = find_module
-        self._copies: dict[int, _Copy] = {}  # of the copies that are alive, by the id of the storage
+        self._copies: dict[int, _Copy] = {}  # the copies that are alive, by the id of the storage
         self._stale: dict[str, _Stale] = {}  # by the line
         self.step = 0
 
@@ -89,7 +93,7 @@ class CopyWatch:
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 
     def _check(self, op: Op, tensor: Tensor) -> None:
-        """Note a tensor that an op reads, if it is an old copy."""
+        """Note a tensor that an op of the script reads, if the tensor is an old copy."""
         storage = tensor.untyped_storage()
         known = self._copies.get(id(storage))
         if known is None:
@@ -133,7 +137,7 @@ class CopyWatch:
 def _is_alike(weight: Tensor, copy: Tensor) -> bool:
     """Return whether a copy has the values of a weight, by samples. NaN equals NaN.
 
-    True for a weight that is not contiguous, which is not compared.
+    True for an empty weight, and for a weight that is not contiguous, which is not compared.
     """
     if not weight.is_contiguous() or weight.numel() == 0:
         return True

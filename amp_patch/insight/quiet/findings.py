@@ -1,6 +1,6 @@
 """`Findings`: collects the quiet losses in forward and backward passes, by line of the script, over all steps.
 
-A *loss* here is a loss of values by rounding, not the loss of the training.
+A *loss* here is a loss of values by rounding to 16 bits, not the loss of the training.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class _Finding:
     """The losses of one cause at one line.
 
     Attributes:
-        place: the place of the first loss.
+        place: the place of the first loss; before a loss, of the first check.
         dtype: the 16-bit dtype; None until a loss was found.
         steps: the steps with a loss.
         passed: the steps in which the line was checked, and a call had no loss.
@@ -85,14 +85,15 @@ class Findings:
         finding.tensor = finding.tensor or tensor
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:
-        """Note that a line was checked in this step, and had no loss of this cause."""
+        """Note that a call at a line was checked in this step, and had no loss of this cause."""
         self._known.setdefault((cause, place.site), _Finding(place)).passed.add(self.step)
 
     def records(self) -> list[QuietRecord]:
-        """Return a record for each cause and line, except for these.
+        """Return a record for each cause and line with a loss. These are left out:
 
-        A line that passes in more steps than it loses in. A difference that passed before it was first lost: then the
-        training has converged. A line that another finding names as the one where its loss shows.
+        1. a line that passed without a loss in more steps than it had a loss in;
+        2. a cancelled difference at a line that passed before its first loss: then the training has converged;
+        3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())
 

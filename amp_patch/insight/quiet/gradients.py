@@ -15,7 +15,7 @@ SMALLEST_NORMAL = 2.0**-14
 """The smallest float16 number with full precision. Only results whose values are all smaller are looked at."""
 
 LOST = 0.5
-"""An op loses its gradients if 16 bits make a larger share of them zero, of those that float32 does not."""
+"""An op loses its gradients if, of those that are not zero in float32, a larger share than this is zero in float16."""
 
 ZERO = 0.25
 """A step loses gradients if at least this share of the gradients of its weights is zero, and an op has lost some."""
@@ -30,10 +30,12 @@ class GradientWatch:
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._lost_at: Place | None = None  # the first op of the step that lost its gradients
+        self._lost_at: Place | None = None  # the first op since the last check that lost its gradients
 
     def look(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at the float16 results of an op of a backward pass, until one has lost its gradients in this step."""
+        """Look at the float16 results of an op of a backward pass. Do nothing once an op has lost its gradients, until
+        the next `check_step`.
+        """
         if self._lost_at is not None:
             return
         for number, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
@@ -50,7 +52,7 @@ class GradientWatch:
                 return
 
     def check_step(self, parameters: Sequence[Tensor], name: Callable[[list[Tensor]], list[str]]) -> None:
-        """Report the gradients of an optimizer that is about to step, if many are zero and an op has lost some.
+        """Report the gradients of an optimizer that is about to step, if many are zero and an op lost its gradients.
 
         Args:
             parameters: the parameters of the optimizer.

@@ -14,25 +14,25 @@ from ..rules import short
 LOST, LOST_OF_STATE, LOST_IN_GRADIENT, LOST_IN_SUM = 0.7, 0.45, 0.1, 0.1
 """A change is lost if its error, relative to the true change, is larger. The error is 1 if nothing is kept.
 
-The first limit is for weights, whose changes differ from step to step. The second is for tensors that add up changes of
-one sign: averages, statistics and counters. The third is for gradients that are summed over backward passes, and the
-last for a sum within one op.
+The first limit is for weights, whose changes differ from step to step. The second is for other tensors, most of which
+add up changes of one sign: averages, statistics and counters. The third is for gradients that are summed over backward
+passes, and the last for a sum within one op.
 
 Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 that do not: the errors of weights are
 0.80 to 1 where they lose, else up to 0.60; those of states are 0.52 to 1 where they lose, else up to 0.41.
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if its norm is this much smaller when computed in float32."""
+"""A tensor collects rounding errors, as in Kahan's sum, if its norm in float32 is below this part of its own norm."""
 
 NEGLIGIBLE = 1e-6
-"""The gradient of a tensor is noise if its mean squared change is at most this part of the largest one."""
+"""A tensor does not count if its mean squared change is at most this part of the largest of its source: it is noise."""
 
 RECENT, FEW = 16, 3
-"""How many of the last steps are kept, and how many of these it takes to show that a tensor has come to rest."""
+"""The number of last changes of a tensor that are kept, and the least number of them that shows that it is stuck."""
 
 CONVERGED = 16
-"""Recent changes of a weight do not count if |true|^2 is smaller than its largest by more than this factor."""
+"""A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class Change:
     Attributes:
         along: <stored, true>, of the stored and the true change.
         true, stored: |true|^2 and |stored|^2.
-        changed, kept: the number of elements whose true change is not zero, and of these whose stored one is not.
+        changed, kept: the number of elements whose true change is not zero, and of those among them whose stored change
+            is not zero, either.
         is_rest: whether the tensor collects rounding errors: see `COMPENSATED`.
     """
 
@@ -124,7 +125,10 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Return how a tensor changed, and how it would have in float32; None if it would not. Waits for the device."""
+    """Return how a tensor changed, beside its change in float32; None if it would not change there.
+
+    If a change is inf or NaN, the elements with such a change are left out. Waits for the device.
+    """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
     change = _add_up(true, done)
@@ -198,7 +202,7 @@ class Tally:
         self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` tells tensors without a name apart; 0: it has a name."""
+        """Add a change of a tensor. `number` identifies a tensor that has no name, or whose name changes; 0: none."""
         dtype, numel = tensor.dtype, tensor.numel()
         self._sources.setdefault(source.key, (source, short(dtype)))
         tensors = self.tensors.setdefault(source.key, {})
@@ -210,7 +214,7 @@ class Tally:
         tensors.setdefault((name, 0 if name else number), _OfTensor(numel, source.limit)).add(step, change)
 
     def add_decay(self, step: int, optimizer: str, site: str, tensor: Tensor, name: str) -> None:
-        """Add a weight decay that changes no element of a tensor. Its true change counts as 1."""
+        """Add a weight decay that changes no element of a tensor, although it should. |true|^2 counts as 1."""
         source = Source(site, "mul_", optimizer, WEIGHT_DECAY)
         self.add(step, source, Change(0.0, 1.0, 0.0, tensor.numel(), 0), name, id(tensor.untyped_storage()), tensor)
 
@@ -219,18 +223,18 @@ class Tally:
         return sorted(self._find_lost(), key=lambda lost: lost.role != WEIGHTS)
 
     def _find_lost(self) -> Iterator[QuietRecord]:
-        every = [each for tensors in self.tensors.values() for each in tensors.values()]
-        # A tensor as large as one that collects its rounding errors loses nothing.
-        compensated = {each.numel for each in every if each.total.is_rest}
+        all_changes = [changes for tensors in self.tensors.values() for changes in tensors.values()]
+        # A tensor with as many elements as one that collects rounding errors loses nothing: its errors are collected.
+        compensated = {changes.numel for changes in all_changes if changes.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]
-            strongest = max(each.total.power for each in tensors.values())
+            strongest = max(changes.total.power for changes in tensors.values())
             lost = {
-                name: found
-                for name, each in tensors.items()
-                if each.total.power > NEGLIGIBLE * strongest
-                and each.numel not in compensated
-                and (found := each.find_lost()) is not None
+                name: lost_change
+                for name, changes in tensors.items()
+                if changes.total.power > NEGLIGIBLE * strongest
+                and changes.numel not in compensated
+                and (lost_change := changes.find_lost()) is not None
             }
             if not lost:
                 continue

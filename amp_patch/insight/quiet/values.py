@@ -1,7 +1,7 @@
 """`ValueWatch`: finds positions and times that collapse in 16 bits, and differences that are lost in rounding.
 
-It looks at forward passes. It follows values in float32 from the cast or the factory that makes them coarse up to an op
-that small errors upset, as long as no weight takes part.
+It looks at forward passes. It follows values from the cast or the factory that rounds them to 16 bits, up to an op that
+small errors upset. Beside them, it computes the same values in float32. It stops where a weight takes part.
 """
 
 import math
@@ -35,18 +35,18 @@ MISMATCHED = 0.01
 """Integers and results of comparisons are wrong if a larger share of them differs."""
 
 DROWNED = 0.06
-"""A difference is lost in rounding if the rounding error of its operands is larger than this part of it.
+"""A difference is lost in rounding if the rounding error of its operands is larger than this part of the difference.
 
 Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it is lost, at most 0.015 elsewhere.
 """
 
 UNLIKE = 0.25
-"""A result is lost in rounding if it differs by more than this part from the one without rounding before it."""
+"""A result is lost in rounding if it differs by more than this part from the result without rounding before it."""
 
 _ROUNDING = 0.2
-"""The root mean square of rounding errors, as a multiple of `torch.finfo(dtype).eps` times the one of the values."""
+"""The root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and the root mean square of values."""
 
-_NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if theirs is unknown
+_NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if their size is unknown
 
 _MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
 """Ops whose 16-bit results are followed: ranges and running sums."""
@@ -71,11 +71,11 @@ _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
     {"_to_copy", "mul", "div", "neg", "gather", "index", "index_select", "cat", "clone", "bmm", "mm"}
 )
-"""Ops whose relative errors are those of their inputs."""
+"""Ops whose results have the relative errors of their inputs."""
 
 
 class _Root(NamedTuple):
-    """The place of the op that made values coarse, and their 16-bit dtype."""
+    """The place of the op that rounded values to 16 bits, and the 16-bit dtype."""
 
     place: Place
     dtype: torch.dtype
@@ -85,10 +85,10 @@ class _Difference(NamedTuple):
     """A difference that is lost in rounding, kept until an op shows whether that does harm.
 
     Attributes:
-        place, dtype: the op that made it, and the 16-bit dtype of the rounding.
+        place, dtype: the op that computed the difference, and the 16-bit dtype of the rounding.
         error: the rounding error of the operands, as a part of the difference.
         operands: addresses of the storages of the operands.
-        is_of_alike: whether all operands have its shape.
+        is_of_alike: whether all operands have the shape of the difference.
     """
 
     place: Place
@@ -103,7 +103,7 @@ class ValueWatch:
 
     Args:
         storages: knows the op that wrote a storage last.
-        find_op: returns the op of a record, or None once it is no longer kept.
+        find_op: returns the op that wrote a value, for the `Written` of the value; None once it is no longer kept.
         findings: receives the losses.
     """
 
@@ -113,8 +113,8 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # by the id of the record of a value: its 16-bit dtype
-        self._differences: dict[int, _Difference] = {}  # by the id of the record of the result
+        self._coarse: dict[int, torch.dtype] = {}  # values rounded to 16 bits: the dtype, by the id of the `Written`
+        self._differences: dict[int, _Difference] = {}  # by the id of the `Written` of the result
 
     def end_step(self) -> None:
         """Forget the values of the step."""
@@ -124,7 +124,7 @@ class ValueWatch:
         self._differences.clear()
 
     def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
-        """Look at an op of a forward pass. `made` has the records of its floating results."""
+        """Look at an op of a forward pass. `made` has a `Written` for each of its floating results."""
         if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # a tensor is empty, or hides its values
             return
         is_root = self._begin(op, call)
@@ -145,7 +145,7 @@ class ValueWatch:
     # ---- values that collapse ----------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, call: OpCall) -> bool:
-        """Begin to follow values that the script casts to, or makes in, 16 bits. Return whether the op did so."""
+        """Begin to follow values that the script casts to, or makes in, 16 bits. Return whether the op gave any."""
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
@@ -204,7 +204,7 @@ class ValueWatch:
                     self._findings.add(QuietCause.COLLAPSED, root.place, root.dtype, error=share, used=call.site.place)
 
     def _check_phase(self, op: Op, call: OpCall) -> None:
-        """Report sines and cosines of coarse angles."""
+        """Report sines and cosines of angles that 16 bits have rounded too much."""
         (angle,), root = op.inputs()[:1], self._find_root(op)
         result = op.outputs()[0]
         exact = self._exact.find(result)
@@ -317,17 +317,17 @@ class ValueWatch:
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
-            found = None if known is None else self._differences.get(id(known))
-            if found is None:
+            lost = None if known is None else self._differences.get(id(known))
+            if lost is None:
                 continue
             if made and (name in _UNCHANGING or (name == "add" and math.isfinite(_number_in(op)))):
-                self._differences[id(made[0])] = found
+                self._differences[id(made[0])] = lost
                 continue
-            is_distance = found.is_of_alike and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
-            is_added_back = name == "add" and any(storage_of(given) in found.operands for given in op.inputs())
+            is_distance = lost.is_of_alike and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
+            is_added_back = name == "add" and any(storage_of(given) in lost.operands for given in op.inputs())
             if not is_distance and not is_added_back:
                 del self._differences[id(known)]
-                self._findings.add(QuietCause.CANCELLED, found.place, found.dtype, error=found.error)
+                self._findings.add(QuietCause.CANCELLED, lost.place, lost.dtype, error=lost.error)
 
 
 def _adds_up(op: Op) -> bool:
@@ -341,13 +341,13 @@ def _number_in(op: Op) -> float:
 
 
 def _make_in_float32(op: Op) -> Tensor | None:
-    """Return the result of a factory in float32, even if it is given no dtype; None if it cannot run so."""
+    """Return the result of a factory in float32, whatever dtype it is given; None if it cannot run in float32."""
     run = run_in_float32(op._replace(kwargs={**op.kwargs, "dtype": torch.float32}))
     return None if run is None else next(iter(run.outputs()), None)
 
 
 def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
-    """Return the share of evenly spaced values that stay distinct; None for others, or fewer than 16 distinct ones."""
+    """Return the share of values that stay distinct; None if they are not evenly spaced, or fewer than 16 differ."""
     values = exact.double().unique()
     if values.numel() < 16:
         return None
@@ -380,9 +380,9 @@ def _size(tensor: Tensor) -> float:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether values have at most four significant bits, as small integers and masks do. Then none was rounded.
+    """Return whether values have at most four significant bits, as small integers and masks do. Checks a sample.
 
-    Checks a few hundred values, evenly spread.
+    16 bits hold such values exactly, so they have no rounding error.
     """
     values = tensor.detach().reshape(-1)
     mantissa, _ = torch.frexp(values[:: max(1, values.numel() // 256)].float())

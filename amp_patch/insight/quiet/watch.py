@@ -1,4 +1,7 @@
-"""`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses."""
+"""`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses.
+
+A *quiet loss* is a loss of values by rounding to 16 bits although all values are finite.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +23,9 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees every op: outside of optimizer steps by an `Observer`, and in steps as a dispatch mode itself.
+    """Sees every op. In optimizer steps, it is the dispatch mode. Outside of steps, an `Observer` passes the ops on.
 
-    It changes no value, and waits for the device.
+    Changes no value. Waits for the device.
 
     Args:
         get_session: returns the session whose models are trained.

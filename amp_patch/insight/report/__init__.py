@@ -1,4 +1,7 @@
-"""One page of HTML of a recording: no other file, no network, no library. Nothing here imports torch."""
+"""Makes an HTML page of a recording. The page needs no other file, no network and no library.
+
+Nothing here imports torch.
+"""
 
 from .charts import Series as Series
 from .charts import draw_figure as draw_figure

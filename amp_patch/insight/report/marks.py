@@ -50,8 +50,9 @@ def place_marks(
 ) -> Iterator[tuple[float, float]]:
     """Yield where the marks of a line lie: no two of `count` lines have marks at the same x.
 
-    `points` are pixels, with NaN for gaps. `order` says which of the lines it is, `ends` where the chart begins and
-    ends. A line with a gap at each of its own places has a mark at its last point, where other lines may have one.
+    `points` are pixels, with NaN for gaps. `order` is the number of the line, below `count`. `ends` are the x at which
+    the chart begins and ends. A line with gaps at all its places has a mark at its last point instead, where other
+    lines may have one, too.
     """
     start, stop = ends
     marks = max(1, min(MOST, int((stop - start) / (ROOM * count))))

@@ -123,7 +123,7 @@ def _lists(lists: tuple[str, ...], digest: str) -> Iterator[tuple[str, str]]:
 
 
 def _traced(recording: Recording) -> Markup:
-    """Return the section with what `trace` prints."""
+    """Return the section with the text that `trace` prints."""
     text = element("pre", format_traced(recording))
     box = element("div", text, class_="box", role="region", aria_label="faults", tabindex="0")
     return element("section", element("h2", "Faults"), box)

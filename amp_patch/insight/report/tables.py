@@ -1,4 +1,4 @@
-"""Tables that the script of the page sorts and filters. Without the script they are plain tables."""
+"""HTML tables, which the page's JavaScript (`report.js`) sorts and filters. Without it, they are plain tables."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,7 +10,13 @@ _LONG = 24
 
 
 class Cell(NamedTuple):
-    """A cell: its text, the number that sorts it (None: the text does), and its heat, from 0 to 1."""
+    """A cell.
+
+    Attributes:
+        text: its text.
+        value: the number that rows are sorted by; None to sort them by the text.
+        heat: how strongly the cell is marked, from 0 to 1; None for no mark.
+    """
 
     text: str
     value: float | None = None
@@ -77,7 +83,7 @@ def _make_filter(name: str, label: str, rows: int) -> Markup:
 
 
 def _sortable(value: float | None) -> str | None:
-    """Return a number as `Number` of JavaScript reads it."""
+    """Return a number as text that JavaScript's `Number` reads; None without a number."""
     if value is None:
         return None
     return repr(value).replace("inf", "Infinity").replace("nan", "NaN")

@@ -19,8 +19,8 @@ class Check(Probe):
     """Records the losses and gradients of `steps` steps of each optimizer.
 
     After each step, the optimizer's weights from before its first step are restored. So the steps of two runs can be
-    compared one by one: an error in one step does not change the weights of the next. If a step with a closure reports
-    only its end, later steps start from the weights after the first one.
+    compared one by one: an error in one step does not change the weights of the next. An optimizer that steps with a
+    closure is noticed only at the end of its first step, so its later steps start from the weights after that step.
 
     Args:
         steps: the number of steps.
@@ -37,7 +37,7 @@ class Check(Probe):
         self._scale = 1.0
         self._optimizers: list[int] = []  # ids, in the order of their first steps
         self._taken: list[int] = []  # the number of steps of each optimizer
-        self._begun: set[int] = set()  # numbers of the optimizers whose step has begun, and not ended
+        self._begun: set[int] = set()  # numbers of the optimizers whose step has begun and not ended
         self._losses: list[Tensor] = []  # since the last step
         self._weights: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each optimizer: its weights, and their copies
         self._recorded: list[Record] = []

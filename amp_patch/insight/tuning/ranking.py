@@ -13,11 +13,13 @@ ROUNDING = 8
 """An op is an *outlier* if its error is more than this multiple of the rounding error of the dtype."""
 
 LOWERED = 4.0
-"""A loss scale at which gradients overflow is divided by this factor. The result is too low by less than the factor."""
+"""A loss scale at which gradients overflow is divided by this factor until they fit. So the result is smaller than the
+largest scale that fits, by less than this factor.
+"""
 
 
 class Ranking:
-    """Makes list entries from the recording of a `Float32Run`, which has the errors of all ops.
+    """Makes list entries from the recording of a `Float32Run`, which has the error that each op would have in 16 bits.
 
     Args:
         units: "modules", "ops" or "both", as in `TuneOptions`. With "both", an op in a submodule gives an entry for the
@@ -58,8 +60,8 @@ class Ranking:
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
         """Return entries for all other ops, the most promising first.
 
-        First come entries for outliers, the largest error first, then entries for ops in the same modules, whose
-        results may be the cause of the error. Of equal entries, those for fewer modules come first, then those whose
+        First come entries for outliers, the largest error first. Then come entries for ops in the same modules, whose
+        results may be the cause of the error. Among equals, entries for fewer modules come first, then entries whose
         rounding has more effect on the loss.
 
         Args:
@@ -111,8 +113,8 @@ class Ranking:
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
         """Return the largest power of 2 as a loss scale at which no gradient overflows, with room for later steps.
 
-        Gradients in modules of `forced` entries do not count, because they are float32. Returns None if the script has
-        no dynamic scale, or if the gradients fit, with this room, at the script's scale.
+        Gradients in modules of `forced` entries do not count, because these modules run in float32. Returns None if the
+        script has no dynamic scale, or if the gradients fit, with this room, at the script's scale.
         """
         magnitudes = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
         for gradient in self._gradients:
@@ -124,15 +126,16 @@ class Ranking:
     def find_scale_of_loss(self, scale: float | None) -> float | None:
         """Return the largest power of 2 as a loss scale at which the gradient of the loss itself fits.
 
-        This gradient is 1, times the scale; so it overflows float16 at 2**16. The room and None are as in
-        `find_loss_scale`. `scale` takes the place of the script's.
+        This gradient is 1, times the scale, so float16 does not hold it at 2**16. The room and None are as in
+        `find_loss_scale`. If `scale` is given, it takes the place of the script's scale.
         """
         return self._lower(1.0, scale or self._loss_scale)
 
     def find_lower_scales(self, scale: float | None) -> Iterator[float]:
-        """Yield loss scales to try after an overflow at `scale`, by default the script's. They end at 1.
+        """Yield loss scales to try after an overflow at `scale`, by default the script's. None of them is below 1.
 
-        The first one is that of `find_scale_of_loss`, if there is one. Yields none if the script has no dynamic scale.
+        The first one is the result of `find_scale_of_loss`, unless that is None. Yields none if the script has no
+        dynamic scale.
         """
         # `find_loss_scale` may be too large: the script may have clipped the gradients that the run in float32 shows
         lower_scale = self.find_scale_of_loss(scale) or (scale or self._loss_scale) / LOWERED
@@ -141,9 +144,9 @@ class Ranking:
             lower_scale /= LOWERED
 
     def _lower(self, largest: float, scale: float) -> float | None:
-        """Return a lower scale at which a gradient of magnitude `largest` fits.
+        """Return the largest power of 2 as a scale at which a gradient fits whose magnitude is `largest` at scale 1.
 
-        Returns None if it fits at `scale`, or if the script has no dynamic scale.
+        Returns None if the gradient fits at `scale`, or if the script has no dynamic scale.
         """
         # half of the largest number leaves room for later steps
         limit = LARGEST.get(self._low, math.inf) / 2
@@ -181,7 +184,7 @@ class Ranking:
         return f"; {', '.join(outside)} run outside of all modules: add --units both"
 
     def _make_entry(self, op: LowOpRecord) -> ListEntry | None:
-        """Return the entry that keeps an op in float32, or None if no entry of these units does."""
+        """Return the entry that keeps an op in float32, or None if `units` allow no such entry."""
         has_module = op.module not in ("", WHOLE_MODEL)
         by_op = self._units == "ops" or (self._units == "both" and not has_module)
         if by_op and op.is_listed:

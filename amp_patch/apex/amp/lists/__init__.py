@@ -1,7 +1,7 @@
 """Apex's op lists, such as `amp.lists.torch_overrides.FP16_FUNCS`, filled from the op list `lists/apex.yaml`.
 
 Scripts may edit these Python lists before they call `initialize` or `init`. These calls then register each function
-whose list has changed, which overrides its rule in `lists/apex.yaml`.
+that the script has moved, added or taken off. A registered rule overrides the rule in `lists/apex.yaml`.
 """
 
 from types import ModuleType
@@ -31,7 +31,7 @@ def _read_rules(module: ModuleType) -> dict[str, str]:
 
 
 _UNEDITED = {module.__name__: _read_rules(module) for module in _MODULES}
-_registered: list[Registration] = []  # by the last `register_edits`
+_registered: list[Registration] = []  # the registrations of the last `register_edits`
 
 
 def register_edits() -> None:

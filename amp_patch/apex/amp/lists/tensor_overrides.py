@@ -1,4 +1,4 @@
-"""The rules of O1 for methods of `torch.Tensor`."""
+"""Apex's `tensor_overrides`: names of methods of `torch.Tensor`, by their rule in `lists/apex.yaml`."""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""`apex.contrib.optimizers`: Apex's first fused optimizers, with the arguments of 2019, and their `FP16_Optimizer`."""
+"""`apex.contrib.optimizers`: `FusedAdam` with the arguments that it had in 2019, and the `FusedLAMB`, `FusedSGD` and
+`FP16_Optimizer` of `apex.optimizers`.
+"""
 
 from typing import NoReturn
 

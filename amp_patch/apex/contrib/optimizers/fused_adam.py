@@ -1,4 +1,4 @@
-"""`FusedAdam` as it was in 2019."""
+"""Apex's `FusedAdam` as it was in 2019."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ class FusedAdam(optimizers.FusedAdam):
         use_mt, amp_scale_adjustment: without effect.
     """
 
-    # the step size depends on the number of steps taken, so the host must know whether a step is skipped
+    # the step size depends on the number of steps taken, so the host must decide whether a step is skipped
     reads_flag = False
 
     def __init__(

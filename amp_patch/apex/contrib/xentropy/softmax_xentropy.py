@@ -1,4 +1,4 @@
-"""`SoftmaxCrossEntropyLoss`, which scripts call by its `apply`."""
+"""Apex's `SoftmaxCrossEntropyLoss`."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from ...updates import full_dtype
 
 
 class SoftmaxCrossEntropyLoss:
-    """The autograd function that Apex had under this name, as its `apply`."""
+    """A class with the `apply` of Apex's autograd function of this name, because scripts use only that method."""
 
     @staticmethod
     def apply(
@@ -17,9 +17,9 @@ class SoftmaxCrossEntropyLoss:
 
         Args:
             logits: shape (n, classes), any floating dtype.
-            labels: shape (n,), whole numbers; rows with the label `padding_idx` have the loss 0.
+            labels: shape (n,), int64; rows with the label `padding_idx` have the loss 0.
             smoothing: the share of the target that is spread evenly over all classes.
-            half_to_float: without effect, as in Apex, where the result did not depend on it.
+            half_to_float: ignored. Apex's result did not depend on it either.
         """
         full = logits.to(full_dtype(logits))
         return F.cross_entropy(full, labels, ignore_index=padding_idx, reduction="none", label_smoothing=smoothing)
