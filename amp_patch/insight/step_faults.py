@@ -34,9 +34,9 @@ class SeenInStep:
         skips: for each optimizer with such gradients, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss: the faults on which a loss depends, as their positions among the faults of the step.
-        reaching_gradients: the positions of the faults on which gradients depend that an optimizer has used.
-        reaching_unused: the positions of the faults on which gradients depend that no optimizer has used yet, such as
-            the discriminator's in the backward pass of the generator.
+        reaching_gradients: the same for gradients that an optimizer has used.
+        reaching_unused: the same for gradients that no optimizer has used yet, such as the discriminator's in the
+            backward pass of the generator.
     """
 
     is_loss_seen: bool = False
