@@ -216,7 +216,7 @@ class Switch:
         """Return whether the mode of a region applies here.
 
         With `autocast`, it does not where the session casts nothing: outside of torch.autocast blocks, and in a block
-        inside the region that has `enabled=False` or another dtype.
+        with `enabled=False` or another dtype that begins inside the region.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
