@@ -152,9 +152,9 @@ class ScalerFlow:
         return functions
 
     def _with_callers(self, calls: list[ast.Call], *, without: Sequence[ast.Call] = ()) -> list[ast.Call]:
-        """Return `calls`, and each call of a function of the script that contains one of them.
+        """Return `calls`, and the calls of the script's functions whose body has a call in `calls`.
 
-        Functions that contain a call in `without` do not count.
+        Functions whose body has a call in `without` do not count.
         """
         functions = {self._script.frame(call) for call in calls}
         functions -= {self._script.frame(call) for call in without}

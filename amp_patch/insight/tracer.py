@@ -217,7 +217,7 @@ class Tracer(Recorder):
 
     @property
     def fault_count(self) -> int:
-        """The number of faults in this step so far, some of which may prove harmless."""
+        """The number of faults in this step so far. Some of these faults may prove harmless."""
         return len(self._finder.faults)
 
     def blame_last_step(self, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from .text import format_comparison, heading, judge_runs
 
 
 class Comparison(Summary):
-    """Several runs, compared with one of them: the result of `compare`, or of reading its file."""
+    """Several runs, compared with a run among them, the reference: the result of `compare`, or of reading its file."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Comparison":
