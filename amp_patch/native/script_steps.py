@@ -6,7 +6,7 @@ losses and steps to the session and to the watchers of `events`.
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,8 @@ class ScriptSteps:
 
     def _report_plain_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, Iterator):  # it can be read only once
+                tensors = tuple(tensors)
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             # Inside a backward pass, a checkpoint calls this, with gradients and not with a loss.
