@@ -31,8 +31,8 @@ class _ScalerStep:
 
     Attributes:
         is_scaling: whether the GradScaler is enabled.
-        has_stepped: whether the optimizer's own `step` has run. On an overflow, GradScaler calls only that of an optimizer
-            whose kernel skips the step.
+        has_stepped: whether the optimizer's own `step` has run. On an overflow, GradScaler calls it only if
+            the optimizer's kernel skips the step itself.
     """
 
     is_scaling: bool
@@ -165,7 +165,7 @@ class ScriptSteps:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each optimizer step. Without a closure, check and report the step, and leave `WholeScript`'s region."""
+        """Hook before each optimizer step. Without a closure, check and report the step, and disable `WholeScript`."""
         if has_own_amp():
             self._checks.note_mixed_precision()
             return
@@ -193,8 +193,8 @@ class ScriptSteps:
             self._report_end(session, optimizer, is_skipped=found_inf if isinstance(found_inf, Tensor) else False)
 
     def _check_step(self) -> None:
-        """Raise PolicyError for a step that cannot be taken under the changes to regions. Note whether float16 would need
-        a loss scale here.
+        """Raise PolicyError for a step that cannot be taken under the changes to regions. Note whether float16 would
+        need a loss scale here.
         """
         session = find_session()
         is_scaling = self._scaler_step is not None and self._scaler_step.is_scaling

@@ -80,8 +80,8 @@ class TroubleWatch:
     """Judges the steps of a run.
 
     Args:
-        every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step in
-            so many of each optimizer. This takes one wait, and a fused norm unless a static loss scale has set flags.
+        every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step
+            in so many of each optimizer. This takes one wait, and a norm unless a static loss scale has set flags.
     """
 
     def __init__(self, every: int) -> None:
