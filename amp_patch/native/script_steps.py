@@ -6,7 +6,7 @@ losses and steps to the session and to the watchers of `events`.
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ class _ScalerStep:
 
     Attributes:
         is_scaling: whether the GradScaler is enabled.
-        has_stepped: whether the optimizer's own `step` has run. GradScaler does not call it on an overflow.
+        has_stepped: whether the optimizer's own `step` has run. On an overflow, GradScaler calls it only if
+            the optimizer's kernel skips the step itself.
     """
 
     is_scaling: bool
@@ -78,7 +79,7 @@ class ScriptSteps:
 
         Args:
             open_session: takes the type of the loss's device, and opens a session if there is none. In a script without
-                any torch.nn.Module, nothing has opened one before the first backward pass.
+                any torch.nn.Module, nothing has opened a session before the first backward pass.
         """
         self._open_session = open_session
         patcher = Patcher()
@@ -115,6 +116,8 @@ class ScriptSteps:
 
     def _report_plain_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, Iterator):  # it can be read only once
+                tensors = tuple(tensors)
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
             # Inside a backward pass, a checkpoint calls this, with gradients and not with a loss.
@@ -138,7 +141,7 @@ class ScriptSteps:
             this_step = self._scaler_step = _ScalerStep(scaler.is_enabled())
             # for optimizers that do not unscale by themselves, GradScaler.step unscales before it calls their step
             if self._unscales_first and this_step.is_scaling and reads_found_inf(optimizer):
-                with contextlib.suppress(RuntimeError):  # raised if the script has unscaled them already
+                with contextlib.suppress(RuntimeError):  # raised if the script has unscaled the gradients already
                     scaler.unscale_(optimizer)
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -162,7 +165,7 @@ class ScriptSteps:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each optimizer step. Without a closure, check and report it, and leave `WholeScript`'s region."""
+        """Hook before each optimizer step. Without a closure, check and report the step, and disable `WholeScript`."""
         if has_own_amp():
             self._checks.note_mixed_precision()
             return
@@ -190,7 +193,9 @@ class ScriptSteps:
             self._report_end(session, optimizer, is_skipped=found_inf if isinstance(found_inf, Tensor) else False)
 
     def _check_step(self) -> None:
-        """Raise PolicyError for a step that cannot be taken under the changes."""
+        """Raise PolicyError for a step that cannot be taken under the changes to regions. Note whether float16 would
+        need a loss scale here.
+        """
         session = find_session()
         is_scaling = self._scaler_step is not None and self._scaler_step.is_scaling
         low = None if session is None or self._changes.level is None else session.policy.low_dtype

@@ -104,7 +104,7 @@ class Masters:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
         is_compiled: whether a model runs in compiled code, which does not call `sync` before its forward pass.
-        is_paused: whether forward passes call no `sync`: the calls of a step are repeated, and may edit copies of weights.
+        is_paused: whether forward passes call no `sync`, because a step is repeated with copies of weights.
     """
 
     def __init__(self) -> None:

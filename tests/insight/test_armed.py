@@ -408,3 +408,25 @@ def test_a_forward_pass_that_writes_weights_is_repeated_without_writing_them_aga
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         assert ours.isfinite().all() and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("watch", [insight.recording, lambda: insight.armed(record=0)])
+def test_losses_may_come_from_a_generator(watch):
+    weight = nn.Parameter(torch.ones(()))
+    with watch():
+        torch.autograd.backward(weight * factor for factor in (1.0, 2.0, 4.0))
+        assert weight.grad == 7
+        torch.autograd.backward([weight * 1.0, weight * 2.0], (gradient for gradient in torch.ones(2)))
+    assert weight.grad == 10
+
+
+def test_every_second_step_of_each_optimizer_is_looked_at():
+    weights = [nn.Parameter(torch.ones(())) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    with pytest.raises(NonFiniteError), insight.armed(record=0, every=2):
+        for step in range(3):
+            for weight, optimizer in zip(weights, optimizers, strict=True):
+                is_bad = step == 2 and weight is weights[1]
+                (weight * 1.0).backward(torch.tensor(math.nan if is_bad else 1.0))
+                optimizer.step()
+    assert weights[1].isfinite()

@@ -270,6 +270,8 @@ class CallWatch:
             if self.is_paused or get_backward_id() != -1:
                 return original(tensors, *args, **kwargs)
             self.leave()
+            tensors, args = _read_once(tensors), tuple(map(_read_once, args))
+            kwargs = {name: _read_once(value) for name, value in kwargs.items()}
             session = self._get_session()
             if session is not None:
                 if isinstance(tensors, Tensor) and tensors.numel() == 1:
@@ -295,6 +297,11 @@ class _Mode(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._watch.note_function(func, args, kwargs, result)
         return result
+
+
+def _read_once(value: Any) -> Any:
+    """Return an iterator as a tuple, which can be read again, and any other value as it is."""
+    return tuple(value) if isinstance(value, Iterator) else value
 
 
 def _find_tensor(values: Sequence[Any]) -> Tensor | None:

@@ -1,7 +1,7 @@
 """`TroubleWatch`: says whether a step of a run has gone wrong, with as few waits for the device as possible."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,13 +80,13 @@ class TroubleWatch:
     """Judges the steps of a run.
 
     Args:
-        every: without a dynamic loss scale, look at the gradients of one step in so many. This takes one fused norm and
-            one wait.
+        every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step
+            in so many of each optimizer. This takes one wait, and a norm unless a static loss scale has set flags.
     """
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._steps = 0
+        self._steps: Counter[int] = Counter()  # by id of the optimizer
         self._skips: dict[int, _Skips] = {}  # by id of the optimizer
         self._losses = _Losses()
         self._of_step: list[Tensor] = []  # losses on other devices than a CPU
@@ -132,8 +132,8 @@ class TroubleWatch:
         flags, may_skip = session.overflow_flags(optimizer)
         if may_skip:
             return self._judge_skips(session, optimizer, flags)
-        is_due = self._steps % self._every == 0
-        self._steps += 1
+        is_due = self._steps[id(optimizer)] % self._every == 0
+        self._steps[id(optimizer)] += 1
         # flags of a static scale do not skip the step, but show what a norm would
         if self.bad_loss is None and is_due:
             bad = any(map(bool, flags)) or _has_bad_gradients(optimizer, self._of_step, has_flags=bool(flags))
