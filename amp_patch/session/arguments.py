@@ -291,7 +291,11 @@ def choose_policy(
             policy = make(level, {**overrides, "lists": None}, presets=presets)
         say("%s", message)
     # the command's lists come second, because the policy decides which of them have an effect
-    if command_lists := find_command_lists(policy):
+    command_lists = find_command_lists(policy)
+    unused = [name for name in in_force.settings.lists if name not in command_lists]
+    if unused and policy.low_dtype is not None:
+        say("amp_patch: %s takes the module rules of lists alone, and there are none in %s", level, ", ".join(unused))
+    if command_lists:
         policy = make(level, {**overrides, "lists": (*policy.lists, *command_lists)}, presets=presets)
     return policy
 

@@ -74,11 +74,14 @@ def test_level_and_lists_take_the_place_of_the_scripts(call, tmp_path):
     assert ["1", "F.softmax", "whitelist", "mine.yaml:1"] in rows(out)
 
 
-def test_options_of_the_scripts_own_level_are_left_out_where_another_is_asked_for(call):
+def test_options_without_effect_at_a_level_are_told(call, tmp_path):
     source = OURS + "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', lists='apex')\n" + LOOP
     _, out, _ = call(source, "--opt-level", "O2", "--steps", "0")
     assert "told to use opt_level O2 instead of O1; of its lists, O2 takes the modules alone" in out
     assert "O2, f16 on cpu" in out
+    (tmp_path / "ops.yaml").write_text("blacklist: [gelu]\n")
+    _, out, _ = call(source.replace("'O1', lists='apex'", "'O2'"), "--lists", "ops.yaml", "--steps", "0")
+    assert "O2 takes the module rules of lists alone, and there are none in" in out and "ops.yaml" in out
     source = "import torch, amp_patch as amp\nx = torch.ones(2, 2)\n"
     source += "with amp.session(opt_level='O4'):\n    print(x.mm(x).dtype)\n"
     _, out, _ = call(source, "--opt-level", "O1")

@@ -36,11 +36,11 @@ class _ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        root: the outermost module that runs; None between calls.
-        depth: how many calls of it run: a module may call itself.
-        call: its call; None if it is not written.
-        is_following: whether functions are written.
-        is_entered: whether the mode is on. While it handles `backward`, it cannot be taken off.
+        root: the outermost module that runs; None between calls of models.
+        depth: the number of calls of `root` that run: a module may call itself.
+        call: the call of `root` that is written; None if it is not written.
+        is_following: whether calls of functions are written.
+        is_entered: whether the mode is on. While the mode handles a call of `backward`, it cannot be taken off.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,8 @@ class CallWatch:
         self._local = _ThreadState()
         self._modes: dict[int, _Mode] = {}  # by thread
         self._models: weakref.WeakKeyDictionary[nn.Module, StatefulModules] = weakref.WeakKeyDictionary()
-        self._states: dict[int, list[ModuleState]] = {}  # by call: of all modules that are compared
+        # by id of the call of a model: the states of modules before it, which are compared after it
+        self._states: dict[int, list[ModuleState]] = {}
         self._root_hooks = RootHooks(self._enter, self._leave)
         self._undo = UndoStack()
         self.is_paused = False
@@ -205,7 +206,9 @@ class CallWatch:
             local.is_entered = False
 
     def _leave_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `Tensor.backward` that first takes the mode off. Once the mode handles the call, it stays on."""
+        """Return a `Tensor.backward` that takes the mode off first: while the mode handles the call, it cannot be taken
+        off.
+        """
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._local.is_entered and get_backward_id() == -1:
@@ -246,11 +249,11 @@ class CallWatch:
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
-        # The effect on a tensor from elsewhere is in that tensor already.
+        # A tensor that no call on the tape has made is held itself, and has been changed already.
         if traits.changes_first and (first is None or not self._tape.is_known(first)):
             return
         if first is None and not tensors_of((args, kwargs)):
-            return  # a new tensor, which is held by reference
+            return  # it has made a new tensor from numbers: the tape holds this tensor itself
         call = Call(Kind.FUNCTION, function, caller, read_surroundings(session), changes_first=traits.changes_first)
         if traits.draws:
             call.random = RandomState(session.device_type, has_python=False)
@@ -333,9 +336,9 @@ class _Traits(NamedTuple):
 
     Attributes:
         is_skipped: whether its calls are not written.
-        is_cast: whether it converts its argument to another dtype.
+        is_cast: whether it may convert its argument to another dtype.
         changes_first: whether it changes its first argument in place.
-        returns_nothing: whether it does so, and does not return it.
+        returns_nothing: whether it changes its first argument, and returns None.
         draws: whether it may draw random numbers.
     """
 

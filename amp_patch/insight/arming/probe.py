@@ -89,15 +89,14 @@ class Armed(Probe):
         self._told: set[tuple[object, ...]] = set()
         self._repeated = 0
         self._stepping: int | None = None
-        self._step_on_tape = 0  # of the calls on a tape that is over
-        self._stepped: set[int] = set()  # ids of the optimizers that have stepped since these calls
+        self._step_on_tape = 0  # the step of the calls on the tape, once an optimizer has stepped after them
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped after the calls on the tape
         self._noted_loss: int | None = None  # id of the scaled loss that was noted last
         self._largest_weight: float | None = None  # before the first step
-        self._written: dict[
-            int, int
-        ] = {}  # by id of the optimizer: how often its weights were written, at its last step
-        self._is_bad = False  # the step that has begun
-        self._has_stepped = False  # it has changed the weights already
+        # by id of the optimizer: how often its weights had been written when its last step ended
+        self._written: dict[int, int] = {}
+        self._is_bad = False  # whether the step that has begun has trouble
+        self._has_stepped = False  # whether that step has changed the weights already
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -242,8 +241,8 @@ class Armed(Probe):
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record the results, and print a report.
 
-        Returns the report; "" if it was printed before. None if `_MOST_REPEATED` steps have been repeated, or if there
-        is no trouble after all: the loss scale is still on its way down.
+        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if `_MOST_REPEATED` steps were
+        repeated before, or if there is no trouble after all: the loss scale is still on its way down.
         """
         is_search = trouble.is_skipped and trouble.loss is None
         if self._repeated >= _MOST_REPEATED and (self._then != "stop" or is_search):

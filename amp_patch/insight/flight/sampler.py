@@ -86,7 +86,7 @@ class Sampler:
         self._session: Session | None = None
         self._scalers: Sequence[Any] = ()
         self._rows: list[_Row] = []
-        self._numbers_of_rows: dict[tuple[FlightKind, object], int] = {}  # by the id of the owner, or the name
+        self._numbers_of_rows: dict[tuple[FlightKind, object], int] = {}  # see `_find_row`
         self._rows_of_gradients: dict[int, int] = {}  # by the id of the parameter, in the present step
         self._sheets: dict[torch.device, Sheet] = {}
         self._samples: deque[_Sample] = deque(maxlen=keep)
@@ -259,6 +259,10 @@ class Sampler:
         return listed
 
     def _find_row(self, subject: FlightKind, key: object, name: str, owner: object = None) -> int:
+        """Return the number of a row, which is new if there is none yet.
+
+        `key` tells rows of a kind apart: the id of a module, that id with the name of a parameter, or a name.
+        """
         number = self._numbers_of_rows.get((subject, key))
         if number is not None:
             row = self._rows[number]
@@ -345,7 +349,7 @@ def _is_capturing() -> bool:
 
 
 def _merge(pages: Sequence[Columns]) -> Columns:
-    """Return the columns of all devices as one. Most models are on one."""
+    """Return the columns of all devices as those of one. Most models are on one device."""
     merged, *others = pages
     for columns in others:
         for row, count in enumerate(columns[0]):
