@@ -241,8 +241,8 @@ class Armed(Probe):
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record the results, and print a report.
 
-        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if `_MOST_REPEATED` steps were
-        repeated before, or if there is no trouble after all: the loss scale is still on its way down.
+        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if `_MOST_REPEATED` steps
+        were repeated before, or if there is no trouble after all: the loss scale is still on its way down.
         """
         is_search = trouble.is_skipped and trouble.loss is None
         if self._repeated >= _MOST_REPEATED and (self._then != "stop" or is_search):
