@@ -129,7 +129,11 @@ class CallWatch:
         if local.root is None:
             self._note_entry(module, args, sys._getframe(1))
         elif local.root is module:
-            local.depth += 1
+            if [called for called, _ in calls_under_way()].count(module) > 1:
+                local.depth += 1
+            else:  # torch calls no hook after an error that is no Exception: its call has ended, too
+                self._root_hooks.end()
+                self._note_entry(module, args, sys._getframe(1))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of all modules, also after an exception."""
@@ -163,7 +167,8 @@ class CallWatch:
 
     def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leave()
-        call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session))
+        call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session), has_raised=True)
+        call.is_training = model.training
         call.random = RandomState(session.device_type, has_python=False)
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             call.obstacle = "an argument of the model is a generator, which its call has used up"
@@ -173,6 +178,7 @@ class CallWatch:
         self._local.call = call
 
     def _end_call(self, call: Call, output: Any) -> None:
+        call.has_raised = output is None and sys.exception() is not None
         self._tape.note_results(call, tensors_of(output))
         call.states = self._find_modules(call.function).compare(self._states.pop(id(call), []))
         if not self.is_paused:

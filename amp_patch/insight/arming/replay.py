@@ -113,6 +113,8 @@ class Replay:
                 self._replayed.micro_batch = losses - 1 if is_of_last else losses
 
     def _repeat(self, call: Call) -> None:
+        if call.has_raised:  # the script has caught its error
+            return
         if call.random is not None:
             call.random.restore()
         with self._tracer.looking_away():
@@ -127,6 +129,8 @@ class Replay:
                 self._go_backward(call, args, kwargs)
                 return
             is_model = call.kind is Kind.MODEL
+            if is_model and call.function.training is not call.is_training:
+                call.function.train(call.is_training)
             function = unwrap_parallel(call.function) if is_model else self._find_patched(call.function)
             result = repeat(call.caller, function, args, kwargs)
         results = tensors_of(result)
@@ -155,7 +159,6 @@ class Replay:
             return tensor
         # the graph of the tensor is gone, or the repetition would use it up: cut the tensor from it
         if id(tensor) not in self._cut:
-            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
             self._cut[id(tensor)] = tensor.detach().requires_grad_()
         return self._cut[id(tensor)]
 
@@ -192,9 +195,15 @@ class Replay:
         models = [known for known in self._tape.calls if known.kind is Kind.MODEL]
         passed_on = {id(source) for known in models for source in known.sources}
         # a result that is an input of another model gets its gradient from the backward pass of that model
-        arrived = [(self._find(made), gradient) for made, gradient in call.arrived if id(made.call) not in passed_on]
+        arrived = [
+            (self._find(made), gradient)
+            for made, gradient in call.arrived
+            if id(made.call) in self._results and id(made.call) not in passed_on
+        ]
         if arrived:
             args, kwargs = ([result for result, _ in arrived], [gradient for _, gradient in arrived]), {}
+        if call.is_cut:
+            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
         backward = inspect.unwrap(torch.autograd.backward)
         repeat(call.caller, backward, args, kwargs)
         pairs = [pair for pairs in self._pairs_with_masters() for pair in pairs]
