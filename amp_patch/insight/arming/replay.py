@@ -77,12 +77,15 @@ class Replay:
         if replayed.obstacle:
             return replayed
         optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
+        assigned = self._find_assigned()
         with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
             begin()
             renormed = {id(weight) for model in models.values() for weight in _find_renormed(model.modules())}
             kept = [(weight, read_version(weight)) for weight in self._holders() if id(weight) not in renormed]
             try:
                 self._repeat_all()
+                for holder, made in assigned:
+                    holder.grad = self._find(made).detach()
             except Exception as error:
                 replayed.obstacle = f"its repetition ended with {type(error).__name__}: {error}".partition("\n")[0]
             if any(read_version(weight) != version for weight, version in kept):
@@ -101,6 +104,12 @@ class Replay:
             if call.obstacle:
                 return call.obstacle
         return next(filter(None, map(find_obstacle, models)), "")
+
+    def _find_assigned(self) -> list[tuple[Tensor, Made]]:
+        """Return the gradients that the script has assigned itself, such as results of `torch.autograd.grad`."""
+        gradients = [(holder, holder.grad) for holder in self._holders() if holder.grad is not None]
+        makers = [(holder, self._tape.find_maker(gradient)) for holder, gradient in gradients]
+        return [(holder, made) for holder, made in makers if made is not None]
 
     def _repeat_all(self) -> None:
         losses = 0

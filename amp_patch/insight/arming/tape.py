@@ -189,9 +189,10 @@ class Tape:
         named = self._find(source) or Given(source, read_version(source))
         self._makers[id(tensor)] = weakref.ref(tensor), named
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether a call on the tape has made a tensor."""
-        return isinstance(self._find(tensor), Made)
+    def find_maker(self, tensor: Tensor) -> Made | None:
+        """Return which call on the tape has made a tensor; None if none has."""
+        known = self._find(tensor)
+        return known if isinstance(known, Made) else None
 
     def _find(self, tensor: Tensor) -> Made | Given | None:
         known = self._makers.get(id(tensor))
