@@ -49,9 +49,8 @@ class Call:
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
-        graph_sources: those of `sources` through whose results a backward pass goes.
-        is_cut: whether a tensor with a graph among the arguments, or among the arguments of a source, came from code whose
-            calls are not on the tape.
+        graph_sources: the sources whose results have a graph, through which a backward pass goes.
+        is_cut: whether an argument, or an argument of a source, has a graph from code whose calls are not on the tape.
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
         scale: for a loss, a function that returns the loss scale.
@@ -135,11 +134,12 @@ class Tape:
     def _begin_next(self) -> None:
         """Forget the calls of the last step, but set aside those whose results may still go backward."""
         unused = _find_unused([*self._unused.values(), *self.calls])
-        makers = {
-            key: known for key, known in self._makers.items() if isinstance(known[1], Made) and id(known[1].call) in unused
-        }
+        makers = self._makers.copy()
         self.clear()
-        self._unused, self._makers = unused, makers
+        self._unused = unused
+        for key, (reference, named) in makers.items():
+            if isinstance(named, Made) and id(named.call) in unused:
+                self._makers[key] = reference, named
 
     def _bring_back(self, call: Call) -> None:
         """Write an earlier call that was set aside, after the calls that made its arguments."""
