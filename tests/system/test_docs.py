@@ -76,6 +76,23 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert len(PYTHON) >= 14 and {"my_presets.yaml", "my_lists.yaml", "my_modules.yaml"} <= FILES.keys()
 
 
+@pytest.mark.parametrize("page", [*PAGES, *NEIGHBOURS])
+def test_every_block_of_code_has_a_fence_and_a_language(page):
+    text = PAGES[page] if page in PAGES else (ROOT / page).read_text()
+    without = BLOCK.sub("", text)
+    chunks = without.split("\n\n")
+    after = [before for before, chunk in zip(chunks, chunks[1:], strict=False) if chunk.startswith("    ")]
+    assert "\n```" not in without
+    assert [before for before in after if not re.match(r" *([*-]|\d+\.) ", before)] == []
+
+
+@pytest.mark.parametrize("name", [*amp.__all__, *insight.__all__])
+def test_every_attribute_has_an_entry_of_its_own(name):
+    described = getattr(amp, name, None) or getattr(insight, name)
+    attributes = (described.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^ +(\w+, [\w, ]+):", attributes, re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("code, page", PYTHON)
 def test_python_blocks_run_without_a_warning(code, page):
     with warnings.catch_warnings():
