@@ -58,11 +58,12 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     smoothed = ""
     if width > 1:
         smoothed = f", mean of {width} steps"
+    ticks = ""
+    if any(line.skipped for line in losses):
+        ticks = " Ticks: skipped steps."
     of_difference = f"Size of the difference from {reference}{smoothed}."
     if any(map(math.isfinite, noise)):
         of_difference += " Grey: the difference that weights off by one unit in the last place make."
-    if any(line.skipped for line in differences):
-        of_difference += " Ticks: skipped steps."
     return element(
         "section",
         element("h2", "Losses"),
@@ -71,11 +72,11 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
             "div",
             draw_figure(
                 differences,
-                of_difference,
+                of_difference + ticks,
                 label=f"difference of the loss from {reference}",
                 noise=noise,
             ),
-            draw_figure(losses, f"Training loss{smoothed}.", label="training loss"),
+            draw_figure(losses, f"Training loss{smoothed}.{ticks}", label="training loss"),
             class_="pair",
         ),
     )
