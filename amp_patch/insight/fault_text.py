@@ -52,7 +52,8 @@ def format_faults(recording: Recording) -> str:
         lines.append(f"every value fits, in {count_of(fitting, 'step')}")
         lines += note_float32(recording)
     elif not searches and not recording.raised:
-        lines.append("no fault, and no step of an optimizer")
+        # an armed run records only steps that went wrong
+        lines.append("no fault" if recording.flight else "no fault, and no step was recorded")
     return "\n".join([*lines, *quiet])
 
 

@@ -10,6 +10,7 @@ class Kind(StrEnum):
     CLIPPED = "scaled gradients are clipped"
     READ = "scaled gradients are read"
     UNSCALED_LOSS = "the loss is not scaled"
+    NOTHING_SCALED = "no loss was scaled"
     SCALED_STEP = "a step on scaled gradients"
     EARLY_UPDATE = "update comes before a step"
     UNSCALED_TWICE = "unscale_ twice"
@@ -77,6 +78,10 @@ _TEXTS = {
     Kind.UNSCALED_LOSS: (
         "this loss goes backward without scaler.scale, and scaler.step divides its gradients by the loss scale",
         "Write scaler.scale(loss).backward()",
+    ),
+    Kind.NOTHING_SCALED: (
+        "this GradScaler has scaled no loss yet, so it has no scale",
+        "Call scaler.scale(loss).backward() before scaler.unscale_, scaler.step and scaler.update",
     ),
     Kind.SCALED_STEP: (
         "the optimizer steps on gradients that are multiplied by the loss scale, and on inf after an overflow",

@@ -184,6 +184,7 @@ class ScalerWatch:
                 return original(*args, **kwargs)
             self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
             if not self._uses:
+                self._unscaled_backward_at = find_line()
                 return original(*args, **kwargs)
             self._reads.end()
             scaled_before = self._scaled_backwards
@@ -409,7 +410,9 @@ class ScalerWatch:
         if has_own_amp() or not raised_in:
             return
         if raised_in == _CHECKS_SCALE:
-            misuse: Misuse | None = Misuse(Kind.UNSCALED_LOSS, self._unscaled_backward_at)
+            misuse: Misuse | None = Misuse(Kind.NOTHING_SCALED, find_line())
+            if self._unscaled_backward_at:
+                misuse = Misuse(Kind.UNSCALED_LOSS, self._unscaled_backward_at)
         else:
             misuse = self._find_reason(self._uses.get(scaler) or _ScalerUse(), optimizer, call)
         if misuse is None or misuse.note in getattr(error, "__notes__", ()):

@@ -300,6 +300,10 @@ def never_scaled(t: Training) -> None:
     t.finish()
 
 
+def update_first(t: Training) -> None:
+    t.scaler.update()
+
+
 def unscale_twice(t: Training) -> None:
     t.scaler.scale(t.loss()).backward()
     t.scaler.unscale_(t.optimizer)
@@ -334,6 +338,7 @@ def low_weights(t: Training) -> None:
 
 RAISING = [
     (never_scaled, Kind.UNSCALED_LOSS),
+    (update_first, Kind.NOTHING_SCALED),
     (unscale_twice, Kind.UNSCALED_TWICE),
     (no_update, Kind.MISSING_UPDATE),
     (update_alone, Kind.UPDATE_WITHOUT_STEP),
