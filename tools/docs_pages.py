@@ -53,7 +53,7 @@ _WORD = re.compile(r"\S+")
 _JOINT = re.compile(r"(?<=[^\s._/(=,][._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
 _CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"(<[^>]*>)")
-_PRIVATE_BASE = re.compile(r'<code><span title="[\w.]+">_\w+</span></code>, ')
+_PRIVATE_BASE = re.compile(r"<code><\w+ [^>]*>_\w+</\w+></code>, ")  # in the list of a class
 _SPACE_BEFORE_PARENTHESIS = re.compile(r"(?<=</code>)\s+(?=\)\s)")  # in the type and default of an argument
 _WHOLE = '<span class="whole">'
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")

@@ -23,10 +23,13 @@ const all = (selector) => [...document.querySelectorAll(`main ${selector}`)];
 const words = all(".whole").filter((word) => word.getClientRects().length > 1);
 const starts = all("wbr").filter(({ previousSibling }) => /(^|\\s)[^a-z0-9\\s]+$/i.test(previousSibling?.textContent ?? ""));
 const unknown = all("*").filter((element) => element instanceof HTMLUnknownElement);
-return [...words, ...all("pre:has(wbr)"), ...starts.map((start) => start.parentElement), ...unknown]
+const bases = all(".doc-class-bases code").filter((base) => base.textContent.startsWith("_"));
+return [...words, ...bases, ...all("pre:has(wbr)"), ...starts.map((start) => start.parentElement), ...unknown]
   .map((broken) => broken.textContent.slice(0, 50));
 """
-"""Finds words that are broken, or may break after a sign with which they begin, and elements that HTML does not have."""
+"""Finds words that are broken, or may break after a sign with which they begin, elements that HTML does not have, and
+private bases of classes.
+"""
 
 pytestmark = [*needs_a_browser, pytest.mark.skipif(not MKDOCS.exists(), reason="needs .venv-docs: make docs")]
 
