@@ -21,7 +21,8 @@ UNBROKEN = {"main code, main code *": r"\S-(?=\S)", "main *": r"\S-(?=\d)|\d-(?=
 BROKEN = """
 const all = (selector) => [...document.querySelectorAll(`main ${selector}`)];
 const words = all(".whole").filter((word) => word.getClientRects().length > 1);
-const starts = all("wbr").filter(({ previousSibling }) => /(^|\\s)[^a-z0-9\\s]+$/i.test(previousSibling?.textContent ?? ""));
+const before = (element) => element.previousSibling?.textContent ?? "";
+const starts = all("wbr").filter((element) => /(^|\\s)[^a-z0-9\\s]+$/i.test(before(element)));
 const unknown = all("*").filter((element) => element instanceof HTMLUnknownElement);
 const bases = all(".doc-class-bases code").filter((base) => base.textContent.startsWith("_"));
 return [...words, ...bases, ...all("pre:has(wbr)"), ...starts.map((start) => start.parentElement), ...unknown]
