@@ -43,9 +43,9 @@ class OpRule(StrEnum):
         summary: the rule in a few words; `{low}` stands for the low dtype.
         meaning: the comment above the rule's key in a new list file. Empty for a rule that is no key of list files.
         example: an entry of a list file.
-        runs_in: "low" or "float32" if the rule casts arguments to that dtype. Such a rule does not apply inside a
-            module with a rule of its own, nor in other code that runs in one dtype. Empty if the dtypes of the
-            arguments decide, or if nothing is cast.
+        runs_in: "low" or "float32" if the rule casts arguments to that dtype. Empty if the dtypes of the arguments
+            decide, or if nothing is cast. Inside a module with a rule of its own, and inside a listed function, that
+            rule decides for torch's ops instead.
         opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,
             nothing is cast.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
@@ -53,8 +53,8 @@ class OpRule(StrEnum):
             `match_self` instead, because a cast of the first argument would make them write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
         takes_argument: an entry names an argument of the op (`like`), and the other arguments are cast to its dtype.
-        may_run_low: an op may run in 16 bits because of the rule. If it then overflows, taking it off the list may
-            help.
+        may_run_low: an op under the rule may compute in 16 bits, and would compute in float32 on the blacklist. If it
+            overflows, `trace` proposes that. Ops such as `cat` only copy.
     """
 
     summary: str

@@ -31,7 +31,8 @@ def _format_recording(recording: Recording) -> str:
     text = f"{entitle_recording(recording)}\n{format_traced(recording)}"
     if recording.flight:
         fault = next(iter(recording.faults), None)
-        text += f"\nwhat led to it: {summarize(recording.flight, fault)}"
+        has_trouble = bool(recording.faults or recording.troubles)
+        text += f"\n{'what led to it' if has_trouble else 'magnitudes'}: {summarize(recording.flight, fault)}"
     return text
 
 
@@ -65,7 +66,7 @@ def _show_recording(recording: Recording) -> Markup:
     """Return the part of a recording that a notebook shows.
 
     This is the comparison if it has one; else its faults; else its ops and exceptions; else the samples of a flight
-    recorder, or that there is no fault.
+    recorder; else the lines of `format_faults`: that there is no fault, quiet losses and misuses.
     """
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))

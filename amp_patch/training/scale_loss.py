@@ -97,8 +97,8 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             if any(map(has_gradient, flags.groups.parameters())):
                 self.scaler.awaits_backward = False
                 warn(
-                    "the scaled loss of this scale_loss block did not go backward in it, but the block has divided"
-                    " gradients by the loss scale: call scaled_loss.backward() inside the block, not loss.backward()"
+                    "the scaled loss of this scale_loss block did not go backward in it, but gradients are divided by"
+                    " the loss scale after it: call scaled_loss.backward() inside the block, not loss.backward()"
                 )
                 return
 
