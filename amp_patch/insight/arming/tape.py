@@ -253,6 +253,9 @@ def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
 
     Calls whose results are gone are left out.
     """
+    live = {id(call) for call in calls if call.made and not call.has_raised and any(_has_live_graph(call))}
+    if not live:
+        return {}
     used: set[int] = set()
     for call in reversed(calls):
         # the third and the fourth argument of `backward` are `retain_graph` and `create_graph`
@@ -262,8 +265,7 @@ def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
     for call in calls:
         if not used.isdisjoint(map(id, call.graph_sources)):
             used.add(id(call))
-        is_computed = call.kind in (Kind.MODEL, Kind.FUNCTION) and not call.has_raised
-        if is_computed and id(call) not in used and any(_has_live_graph(call)):
+        elif id(call) in live and id(call) not in used:
             unused.add(id(call))
     for call in reversed(calls):
         if id(call) in unused:
