@@ -73,8 +73,8 @@ def note_float32(recording: Recording) -> list[str]:
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return the report of the steps that were skipped while a dynamic loss scale came down.
 
-    `faults` has one fault of each such step. `is_all`: whether these are as many as the steps of the run, in which a step
-    of each optimizer counts as one.
+    `faults` has one fault of each such step. `is_all`: whether they are as many as the steps of the run. Steps of
+    several optimizers in one iteration count as one step of the run.
     """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
