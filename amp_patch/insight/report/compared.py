@@ -58,6 +58,9 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     smoothed = ""
     if width > 1:
         smoothed = f", mean of {width} steps"
+    ticks = "Ticks: skipped steps"
+    if len(summary.about.seeds) > 1:
+        ticks += " of the first seed"
     return element(
         "section",
         element("h2", "Losses"),
@@ -67,7 +70,7 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
             draw_figure(
                 differences,
                 f"Size of the difference from {reference}{smoothed}. Grey: the difference that weights"
-                " off by one unit in the last place make. Ticks: skipped steps.",
+                f" off by one unit in the last place make. {ticks}.",
                 label=f"difference of the loss from {reference}",
                 noise=noise,
             ),
