@@ -28,7 +28,7 @@ from .tape import Call, Given, Kind, Tape
 _CASTS = frozenset({"to", "float", "half", "bfloat16"})
 _DRAWS = (
     *("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "poisson", "cauchy"),
-    *("geometric", "binomial", "gamma", "dirichlet", "rrelu", "fractional_max_pool", "attention"),
+    *("geometric", "binomial", "standard_gamma", "dirichlet", "rrelu", "fractional_max_pool", "attention"),
 )
 _IN_BULK = ("_foreach_", "_amp_", "_fused_")
 _WITHOUT_TENSORS = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
