@@ -77,6 +77,8 @@ WRONG = {
 }
 
 RIGHT = {
+    "fused-steps-take-float16": "model = Net().half()\noptimizer = torch.optim.SGD(model.parameters(), fused=True)\n"
+    f"{GO}{STEP}",
     "clip-in-a-method-that-unscales": "class T:\n    def backward(self, loss):\n        scaler.scale(loss).backward()\n"
     f"    def clip(self):\n        scaler.unscale_(optimizer)\n        {CLIP}\n"
     "    def step(self):\n        scaler.step(optimizer)\n        scaler.update()\n"

@@ -449,6 +449,12 @@ def test_sketches_estimate_norms_and_differences():
     assert sketch_all([torch.empty(0)]) == ()
 
 
+def test_a_number_that_is_nan_in_both_runs_is_no_difference():
+    masked = torch.where(torch.arange(64) < 32, -float("inf"), 1.0)
+    assert compare_sketches(sketch_all([masked]), sketch_all([masked])) == 0
+    assert compare_sketches(sketch_all([masked]), sketch_all([torch.ones(64)])) == float("inf")
+
+
 @pytest.mark.parametrize(
     ("spelled", "plain"),
     [
