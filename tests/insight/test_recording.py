@@ -129,6 +129,12 @@ def test_a_reset_in_a_block_ends_the_recording():
     assert sum(record.calls for record in forward(found, "F.layer_norm")) == 4
 
 
+def test_a_recording_without_ops_says_so():
+    with insight.recording() as recorded:
+        pass
+    assert "no op of the forward pass was recorded" in insight.format_recording(recorded, with_all=True)
+
+
 def test_blocks_do_not_nest():
     initialize(make_gpt(), "O4")
     with insight.recording(), pytest.raises(amp.SessionError, match="in progress"), insight.recording():

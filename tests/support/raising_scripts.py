@@ -331,6 +331,13 @@ out.float().sum().backward()
         "",
         ("optimizer.zero_grad()\n", ""),
     ),
+    "a backward pass that is missing": Raising(
+        f"{SCALED}loss = model(x).mean()\nscaled = scaler.scale(loss)\nscaler.step(optimizer)\n",
+        NONE,
+        ("its backward pass did not run", "scaler.scale(loss).backward() before"),
+        "",
+        ("scaler.step", "scaled.backward()\nscaler.step"),
+    ),
     "a loss without a graph": Raising(
         f"{SCALED}loss = torch.tensor(model(x).mean().item(), requires_grad=True)\nscaler.scale(loss).backward()\n"
         "scaler.step(optimizer)\n",
