@@ -282,7 +282,7 @@ def test_a_step_of_an_optimizer_that_is_none_of_torchs_is_no_skip() -> None:
     net = nn.Linear(2, 2)
 
     class Own:
-        param_groups = [{"params": list(net.parameters())}]  # noqa: RUF012
+        param_groups = [{"params": list(net.parameters())}]
 
         def step(self) -> None:
             pass

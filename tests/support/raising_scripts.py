@@ -292,6 +292,22 @@ out = model(x.half())
         "",
         ("kernel(h, w)", "kernel(h.float(), w)"),
     ),
+    "a hook in the backward pass": Raising(
+        "y, h = lin(x), low().T\ny.register_hook(lambda grad: grad @ h)\ny.sum().backward()\n",
+        MIXED,
+        (", backward: the script raised", "__matmul__ at", "grad: float32", "h: bfloat16", "h.float() in place of h"),
+        "",
+        ("grad @ h", "(grad @ h.float()) @ grad"),
+    ),
+    "a checkpoint that casts when it runs again": Raising(
+        "from torch.utils.checkpoint import checkpoint\n\nruns = []\n\n\ndef block(y):\n    w = lin.weight\n"
+        "    if runs:\n        w = w.bfloat16()\n    runs.append(1)\n    return y @ w\n\n\n"
+        "checkpoint(block, x.requires_grad_(), use_reentrant=True).sum().backward()\n",
+        MIXED,
+        (", recompute: the script raised", "__matmul__ at", "y: float32", "w.float() in place of w"),
+        "",
+        ("y @ w", "y @ w.float()"),
+    ),
     "a backward of the user": Raising(
         """class Product(torch.autograd.Function):
     @staticmethod
