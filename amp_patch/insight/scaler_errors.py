@@ -236,7 +236,7 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
     total = sum(1 for _ in _weights_of(optimizer))
     lines = list(dict.fromkeys(filter(None, map(casts.find, low))))
     made = f"no {' and no '.join(lines)}" if lines else "no .half(), dtype=torch.float16 or torch_dtype=torch.float16"
-    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} are in float16"]
+    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} have float16 gradients"]
     named = find_low_lines(levels.own.file) if levels.own is not None and not lines else []
     if named:
         details.append(f"lines that name a 16-bit dtype: {', '.join(named[:_MOST_NAMES])}")
