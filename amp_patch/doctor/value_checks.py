@@ -122,7 +122,8 @@ def _adds_to_part(node: ast.AST) -> bool:
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether the loops around an addition add to each element once, as `for i in range(n): x[i] += y` does.
+    """Return whether the loops around an addition add to an element once or a few times, as does
+    `for i in range(n): x[i] += y`.
 
     They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because
     each iteration makes a new tensor.
