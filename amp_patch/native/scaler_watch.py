@@ -59,7 +59,7 @@ class _ScalerUse:
     optimizer, the key is the optimizer's id.
 
     Attributes:
-        backwards: the number of backward passes of scaled losses.
+        backwards: how many times a scaled loss has gone backward.
         backwards_at_update: `backwards` at the last `update`.
         backwards_at_step: `backwards` at the last `scaler.step` of each optimizer.
         unscaled_at: the line of `unscale_` for each optimizer since the last `update`.
