@@ -1,8 +1,8 @@
 """Public functions that apply rules to the user's own functions, and functions that show what is patched.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
-dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in dictionaries and other objects
-are not cast.
+dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
+other objects are not cast.
 """
 
 import functools
@@ -21,8 +21,8 @@ def half_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the low dtype, and run whitelisted
     and blacklisted ops in its body in the low dtype, too.
 
-    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
-    are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in named tuples and dictionaries. Under `amp_patch.apex`, only
+    the arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.half_function
@@ -39,8 +39,8 @@ def float_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to float32, and run whitelisted and
     blacklisted ops in its body in float32, too.
 
-    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
-    are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in named tuples and dictionaries. Under `amp_patch.apex`, only
+    the arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.float_function
@@ -75,7 +75,7 @@ def match_function(like: str) -> Callable[[Function], Function]:
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
     tensors that were passed. A call casts nothing if that argument is None, or a tensor of another dtype than float16,
     bfloat16 and float32. It raises OpListError if the argument is something else than a tensor, or if it holds integers
-    while the floating arguments have several dtypes.
+    or bools while the floating arguments have several dtypes.
 
     Raises ArgumentTypeError if `like` is no text, and OpListError if the function has no argument of this name.
 

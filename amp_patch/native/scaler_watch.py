@@ -330,7 +330,8 @@ class ScalerWatch:
             try:
                 result = original(scaler, *args, **kwargs)
             except Exception as error:
-                self._explain(error, scaler, None, "update")
+                if not (args or kwargs):  # torch refuses a wrong `new_scale`, whatever the calls before
+                    self._explain(error, scaler, None, "update")
                 raise
             use = self._uses.get(scaler)
             if use is not None:
