@@ -2,7 +2,7 @@
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
 dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
-other objects are not cast.
+other objects are not cast. The body of a generator or a coroutine runs later, without the rule of its function.
 """
 
 import functools
@@ -137,7 +137,8 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next `initialize` or `session` on, whatever the lists say.
+    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that only adds
+    models to the session in force opens no session.
 
     Has no effect at levels that patch no functions, such as O2.
 
@@ -156,7 +157,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next `initialize` or `session` on, whatever the lists say.
+    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -172,8 +173,8 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest dtype of its arguments from the next `initialize` or `session` on, whatever the
-    lists say.
+    """Run `module.name` in the widest dtype of its arguments from the next session on (see `register_half_function`),
+    whatever the lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -189,8 +190,8 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def register_match_function(module: Any, name: str, like: str) -> None:
-    """Cast the tensors of `module.name` to the dtype of its argument `like` from the next `initialize` or `session` on,
-    whatever the lists say.
+    """Cast the tensors of `module.name` to the dtype of its argument `like` from the next session on (see
+    `register_half_function`), whatever the lists say.
 
     Raises the errors of `register_half_function`, ArgumentTypeError if `like` is no text, and OpListError if the
     function has no argument of this name.
