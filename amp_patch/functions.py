@@ -137,7 +137,7 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that only adds
+    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that adds
     models to the session in force opens no session.
 
     Has no effect at levels that patch no functions, such as O2.

@@ -101,9 +101,10 @@ def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
+        source = "another rank did, or code outside of torch"
         if trouble.differences:
-            return f"{text}. No op gave a value that does not fit this time"
-        return f"{text}. No op gave a value that does not fit: another rank did, or code outside of torch"
+            source += ", or the repetition made none"
+        return f"{text}. No op gave a value that does not fit: {source}"
     # the report counts micro-batches from 1, as in "2 of 4"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"
