@@ -177,6 +177,6 @@ class Tree:
             elif field in ("handlers", "cases"):
                 yield outer, child
             # The `else` of a `try` runs after its body, so both are one arm. `finally` always runs, so it is no arm.
-            elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
+            elif isinstance(outer, (ast.Try, ast.TryStar)) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer

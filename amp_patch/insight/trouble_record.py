@@ -82,7 +82,10 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
         settings.append(f"loss scale {trouble.loss_scale:g}")
     rates = sorted(set(trouble.learning_rates), reverse=True)
     if rates:
-        settings.append(f"learning rate {' and '.join(f'{rate:.3g}' for rate in rates[:3])}")
+        shown = [f"{rate:.3g}" for rate in rates[:3]]
+        if len(rates) > len(shown):
+            shown.append(f"{len(rates) - len(shown)} more")
+        settings.append(f"learning rate {' and '.join(shown)}")
     if settings:
         yield "state", ", ".join(settings)
     yield "replay", _describe_replay(trouble)
