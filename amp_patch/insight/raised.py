@@ -378,8 +378,10 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     inside = {part for call in binary for part in ast.walk(call) if part is not call}
     binary = [call for call in binary if call not in inside]
     if source is not None and (named or len(binary) == 1):
-        first, second, *_ = [*map(source.spell, (named or binary)[0].args), "", ""]
-        return first, second
+        arguments = (named or binary)[0].args
+        if not any(isinstance(argument, ast.Starred) for argument in arguments):  # `*pair` is several operands
+            first, second, *_ = [*map(source.spell, arguments), "", ""]
+            return first, second
     return "", ""
 
 

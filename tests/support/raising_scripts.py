@@ -50,6 +50,13 @@ class Raising(NamedTuple):
 
 
 SCRIPTS = {
+    "unpacked arguments": Raising(
+        "batch = (x,)\nnn.Sequential(lin).bfloat16()(*batch)\n",
+        MIXED,
+        ("mat1: float32, came in as x", ".bfloat16() on the float32 tensor (mat1)"),
+        "",
+        ("(*batch)", "(batch[0].bfloat16())"),
+    ),
     # ---- writes of 16 bits into float32 -----------------------------------------------------------------------------
     "scatter_add": Raising(
         f"{AUTOCAST}    src = lin(x)\n    out = torch.zeros(3, 4).scatter_add(0, index[:, None].expand(3, 4), src)\n",
