@@ -109,7 +109,7 @@ blacklist: runs in float32
 neutral: taken off its list, so it runs in the dtype it is given
   cat    mine.yaml:6
 
-missing: torch has no such op
+missing: there is no such op
   soon  blacklist    mine.yaml:2
 
 deferred: takes effect when the package is imported

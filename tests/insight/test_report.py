@@ -164,6 +164,11 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
     assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))
 
 
+def test_lines_without_a_point_do_not_coincide():
+    series = [Series(name, number, [math.nan] * 2, (), ()) for number, name in enumerate(("O1", "O2"))]
+    assert "Losses." in Page(draw_figure(series, "Losses.", label="loss")).texts
+
+
 @pytest.mark.parametrize("ranged", [0, 1, 3])
 def test_ranges_of_several_lines_are_never_areas_which_would_mix_their_colours(ranged):
     low, high = [0.5] * 20, [2.0] * 20

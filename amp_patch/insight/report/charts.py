@@ -111,10 +111,15 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether one of two lines hides the other everywhere, from their heights in pixels."""
-    pairs = list(zip(left, right, strict=False))
-    return len(left) == len(right) and all(
-        abs(y - y_of_right) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_right)) for y, y_of_right in pairs
+    """Return whether one of two lines hides the other everywhere, from their heights in pixels.
+
+    False for lines without a point, as of runs whose loss is NaN from the first step on: they hide nothing.
+    """
+    if len(left) != len(right) or all(map(math.isnan, left)):
+        return False
+    return all(
+        abs(y - y_of_right) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_right))
+        for y, y_of_right in zip(left, right, strict=True)
     )
 
 
