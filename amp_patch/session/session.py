@@ -176,7 +176,7 @@ class Session:
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, no op of this thread is cast."""
+        """Return a context manager. Inside its block, no patched op of this thread is cast. Cast models still are."""
         return self.switch.region(Mode.OFF)
 
     # ---- contents ----------------------------------------------------------------------------------------------------
