@@ -368,7 +368,8 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write, lists):
         schema.validate(yaml.safe_load(path.read_text()))
 
 
-def test_init_names_the_level_of_the_dtype_for_which_the_base_is_written(lists):
+def test_init_names_the_level_of_the_dtype_for_which_the_base_is_written(lists, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for path, base, level in [("mine.yaml", "bfloat16", "O4"), ("more.yaml", "mine.yaml", "O4"), ("f.yaml", "fast", "")]:
         assert lists("init", path, "--extends", base)[0] == 0
         assert f'opt_level="{level}' in Path(path).read_text()
