@@ -25,7 +25,6 @@ _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightnin
 """Fits words in scripts that scale losses, or use a library that scales them."""
 
 
-
 class Region(NamedTuple):
     """A region: the call of autocast, and the `with` statement or the decorated function that contains its code."""
 

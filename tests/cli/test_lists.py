@@ -370,9 +370,9 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write, lists):
 
 def test_init_names_the_level_of_the_dtype_for_which_the_base_is_written(lists, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for path, base, level in [("mine.yaml", "bfloat16", "O4"), ("more.yaml", "mine.yaml", "O4"), ("f.yaml", "fast", "")]:
+    for path, base, level in [("a.yaml", "bfloat16", "O4"), ("b.yaml", "a.yaml", "O4"), ("c.yaml", "paper", "O1")]:
         assert lists("init", path, "--extends", base)[0] == 0
-        assert f'opt_level="{level}' in Path(path).read_text()
+        assert f'opt_level="{level}"' in Path(path).read_text()
 
 
 def test_init_refuses_and_writes_nothing(write, lists, tmp_path):
