@@ -67,9 +67,7 @@ def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: C
     if call.forward is not None:  # the script has no name for gradients
         named = [bool(spelling.texts[index]) for index in range(len(tensors))]
         changed = [index for index in changed if named[index] or not spelling.names[index].startswith("grad")]
-    if trial is not Trial.WRITTEN:
-        changed = [index for index in changed if not spelling.weights[index]]
-    if not changed:
+    if trial is not Trial.WRITTEN and all(spelling.weights[index] for index in changed):
         yield from _advise_weights(
             [tensor for tensor, is_weight in zip(tensors, spelling.weights, strict=True) if is_weight]
         )
@@ -145,8 +143,12 @@ class _Casting(ast.NodeTransformer):
         # the texts as `ast.unparse` writes them, because quotes and spaces in the script may differ
         self._casts = {ast.unparse(ast.parse(text, mode="eval")): cast for text, cast in casts.items()}
 
+    def replaces(self, node: ast.AST) -> bool:
+        """Return whether a node is one of the expressions."""
+        return isinstance(node, ast.expr) and ast.unparse(node) in self._casts
+
     def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.expr) and ast.unparse(node) in self._casts:
+        if self.replaces(node):
             return ast.parse(self._casts[ast.unparse(node)], mode="eval").body
         return self.generic_visit(node)
 
@@ -163,25 +165,27 @@ def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
     statement: ast.AST = call
     while not isinstance(statement, ast.stmt) and statement in source.parents:
         statement = source.parents[statement]
-    outside = [part for part in ast.walk(statement) if part not in set(ast.walk(call))]
-    if not any(isinstance(part, ast.expr) and ast.unparse(part) in casts for part in outside):
+    inside = set(ast.walk(call))
+    outside = [part for part in ast.walk(statement) if isinstance(part, ast.expr) and part not in inside]
+    casting = _Casting(casts)
+    if not any(map(casting.replaces, outside)):
         return ""
-    after = _Casting(casts).visit(copy.deepcopy(call))
+    after = casting.visit(copy.deepcopy(call))
     return f"{ast.unparse(after)} in place of {source.spell(call)}"
 
 
 def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
     """Return the edit that runs a call in float32 and casts its result back to `low`.
 
-    Returns "" if the line has no call, or if the text of an operand is not known.
+    Returns "" if the place of the call in the script, or the text of an operand, is not known.
     """
     expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
     texts = [spelling.texts[index] for index in changed]
-    if expression is None or not isinstance(expression[0], ast.Call) or not all(texts):
+    if expression is None or not isinstance(expression[0], (ast.Call, ast.BinOp)) or not all(texts):
         return ""
-    before, node = ast.unparse(expression[0]), copy.deepcopy(expression[0])
-    after = ast.unparse(_Casting({text: f"{_enclose(text)}.float()" for text in texts}).visit(node))
-    return f"{after}{CAST_METHODS[low]} in place of {before}"
+    call, source = expression
+    after = ast.unparse(_Casting({text: f"{_enclose(text)}.float()" for text in texts}).visit(copy.deepcopy(call)))
+    return f"{_enclose(after)}{CAST_METHODS[low]} in place of {source.spell(call)}"
 
 
 def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
