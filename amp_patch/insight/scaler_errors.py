@@ -190,8 +190,8 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
             edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
         case Kind.MISSING_UPDATE:
             edit = (
-                "scaler.update() once in each step, after the last scaler.step; or, if both calls are in one step, leave"
-                f" out {here} or {first}"
+                "scaler.update() once in each step, after the last scaler.step; or, if both calls are in one step,"
+                f" leave out {here} or {first}"
             )
         case Kind.UNSCALED_LOSS:
             details = ("no loss was scaled before: this GradScaler has no scale yet",)
