@@ -106,7 +106,7 @@ def test_findings_in_notebooks_name_cell_and_line(write):
     magics += "files = !ls\nmodel?\nif files:\n    %time\n"
     cells = [
         magics + SETUP,
-        "%%bash\nrm -r = =",
+        "\n%%bash\nrm -r = =",
         "%%time\nx = (7\n% 3\n!= 1)\n" + FAULT,
         (FAULT + "\n# more").splitlines(True),
     ]
