@@ -64,7 +64,7 @@ def _is_in_latin_word(text: str, index: int) -> bool:
 
 def _describe(character: str, meant: str) -> str:
     """Return the message about a look-alike. `meant` is the ASCII form of the character; "" if it is invisible."""
-    named = f"U+{ord(character):04X} ({unicodedata.name(character, 'a control character').lower()})"
+    named = f"U+{ord(character):04X} ({unicodedata.name(character).lower()})"
     if not meant:
         return f"the character {named} cannot be seen; remove it"
     shown = "a space" if meant == " " else meant

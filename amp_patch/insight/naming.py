@@ -78,8 +78,8 @@ class ModuleStack:
     def _find_running(self) -> list[tuple[nn.Module, str]]:
         """Return the running modules, innermost last, each with its name.
 
-        While a checkpoint in a backward pass recomputes code of a module, no hook has entered that module. Then the
-        list holds only that module.
+        If a script passes a method of a module to a checkpoint, no hook enters that module when the backward pass
+        recomputes the method. Then the list holds only that module, or a submodule that the method calls.
         """
         running = self._entered()
         if not running and get_current_node() is not None:

@@ -40,8 +40,10 @@ def _check_gradients(record: GradientRecord) -> Iterator[str]:
     last = record.lowest + len(record.counts) // CLASSES
     if record.counts and (record.lowest not in EXPONENTS or last not in EXPONENTS):
         yield f"gradients of {record.run!r} reach from 2**{record.lowest} to 2**{last}"
-    if len(record.counts) % CLASSES or any(count < 0 for count in record.counts):
-        yield f"gradients of {record.run!r} are not counted by {CLASSES} classes"
+    if len(record.counts) % CLASSES:
+        yield f"gradients of {record.run!r} do not have {CLASSES} counts for each power of two"
+    if any(count < 0 for count in record.counts):
+        yield f"gradients of {record.run!r} have a negative count"
     if record.counts and not any(record.counts):
         yield f"gradients of {record.run!r} are counted, and there are none"
 
@@ -50,12 +52,12 @@ def _check_curve(record: CurveRecord) -> Iterator[str]:
     if len(record.scales) != len(record.losses):
         yield f"{record.run!r} has {len(record.losses)} losses and {len(record.scales)} loss scales"
     if any(step not in range(len(record.losses)) for step in record.skipped):
-        yield f"{record.run!r} skipped a step that it did not take"
+        yield f"{record.run!r} has a skipped step that is not among its {len(record.losses)} steps"
 
 
 def _check_flight(record: FlightRecord) -> Iterator[str]:
     if {len(record.largest), len(record.zeros), len(record.near)} != {len(record.steps)} or not record.steps:
-        yield f"the samples of {record.name!r} have no number, or not one for each step"
+        yield f"{record.name!r} has no samples, or not one value of `largest`, `zeros` and `near` for each step"
     if any(later <= step for step, later in zip(record.steps, record.steps[1:], strict=False)):
         yield f"the samples of {record.name!r} are not in the order of their steps"
 

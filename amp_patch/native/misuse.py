@@ -36,8 +36,8 @@ class Misuse:
         kind: which misuse it is.
         line: the line of the script, such as `train.py:12`.
         detail: more about the effect, or "".
-        earlier: the calls since the last `update` because of which torch raises an error, such as "unscale_() at
-            train.py:9".
+        earlier: if torch raised an error, the calls of `unscale_`, `step` and, after `unscale_`, `backward` since the
+            last `update`, such as "unscale_() at train.py:9".
     """
 
     kind: Kind
@@ -107,8 +107,8 @@ _TEXTS = {
         "Call scaler.step once for each optimizer in an iteration, and scaler.update() after the last of these calls",
     ),
     Kind.UPDATE_WITHOUT_STEP: (
-        "scaler.update() is called without a scaler.step since the last update",
-        "Call scaler.update() only in iterations that call scaler.step",
+        "scaler.update() is called without a scaler.unscale_ or scaler.step since the last update",
+        "Call scaler.update() only in iterations that call scaler.unscale_ or scaler.step",
     ),
     Kind.NO_GRADIENTS: (
         "no parameter of the optimizer has a gradient",

@@ -45,7 +45,8 @@ def step_in_parts(
         has_states: whether states are opened, too.
         begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
             the script runs in the step.
-        end_part: called after the step of each of several parts, with its parameters that have a gradient.
+        end_part: drops the gradients of masters. Called after the step of each of several parts, with its parameters
+            that have a gradient.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)
@@ -69,7 +70,8 @@ def step_in_parts(
 
 
 def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
-    """Return the parts. The smallest parameters come first: their gradients are gone when the largest are opened.
+    """Return the parts. The smallest parameters come first: gradients of their masters are gone when the largest are
+    opened.
 
     `are_split`: whether split masters are opened. `has_states`: whether states are.
     """

@@ -396,7 +396,7 @@ out.float().sum().backward()
     "update without a step": Raising(
         f"{SCALED}scaler.scale(model(x).mean()).backward()\nscaler.update()\n",
         ORDER,
-        ("Call scaler.update() only in iterations that call scaler.step",),
+        ("Call scaler.update() only in iterations that call scaler.unscale_ or scaler.step",),
         "",
         ("scaler.update()\n", ""),
     ),
