@@ -32,6 +32,10 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
+# The operands that the autograd node of a product or quotient keeps for its backward pass: the second, then the first.
+# Without them, a loss that a script multiplies by the loss scale itself would pass for an unscaled one.
+SAVED_OPERANDS = ("_saved_other", "_saved_self")
+
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
 # a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
