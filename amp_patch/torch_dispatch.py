@@ -32,10 +32,6 @@ get_current_node: Callable[[], Any] = torch._C._current_autograd_node
 count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
-# The operands that the autograd node of a product or quotient keeps for its backward pass: the second, then the first.
-# Without them, a loss that a script multiplies by the loss scale itself would pass for an unscaled one.
-SAVED_OPERANDS = ("_saved_other", "_saved_self")
-
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
 # a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
@@ -223,6 +219,22 @@ def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.T
     states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
     found_inf = states.get(id(optimizer), {}).get("found_inf_per_device", {})
     return list(found_inf.values())
+
+
+def read_factors(node: Any) -> Iterator[float]:
+    """Yield the operands that the node of a product or quotient keeps, if they are numbers on the host.
+
+    Without these names, a loss that a script multiplies by the loss scale itself would pass for an unscaled one. No
+    mode sees the reading.
+    """
+    for name in ("_saved_other", "_saved_self"):
+        try:
+            operand = getattr(node, name, None)
+        except RuntimeError:  # an earlier backward pass has freed the graph, or an op has changed the operand
+            return
+        if type(operand) is Tensor and operand.numel() == 1 and operand.device.type == "cpu":
+            with torch._C._DisableTorchDispatch():
+                yield abs(operand.detach().item())
 
 
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dtypes import PLAIN_CLASSES
-from ..torch_dispatch import SAVED_OPERANDS
+from ..torch_dispatch import read_factors
 from .roots import find_line
 from .unscaled_gradients import Version, read_version
 
@@ -56,6 +55,7 @@ class UnscaledLosses:
         self._versions: dict[Any, Version] = {}
         self._factors: tuple[float, ...] = ()
         self._has_own_gradients = False
+        self._is_suspected = False  # whether a loss has seemed unscaled: from then on, factors are searched for
 
     def note_step(self, optimizer: Any) -> None:
         """Note that a GradScaler has taken or skipped a step of an optimizer."""
@@ -73,7 +73,7 @@ class UnscaledLosses:
         if not self._watched:
             return
         self._versions = self._read_versions()
-        self._factors = _find_factors(named.get("tensors", losses))
+        self._factors = _find_factors(named.get("tensors", losses)) if self._is_suspected else ()
         own_gradients = named.get("grad_tensors", gradients)
         listed = own_gradients if isinstance(own_gradients, (list, tuple)) else [own_gradients]
         self._has_own_gradients = any(gradient is not None for gradient in listed)
@@ -104,13 +104,18 @@ class UnscaledLosses:
         """Return the line of an unscaled backward pass whose gradients a GradScaler is about to divide by its scale; ""
         if there is none, or a loss of these gradients was scaled by a scaler or by the script.
 
-        Waits for the device, to read the scale, only if no scaler has scaled the loss.
+        Return "" for the first such loss of the run, because its graph was not searched for a factor. Waits for the
+        device, to read the scale, only if no scaler has scaled the loss.
         """
         watched = self._watched.get(optimizer)
         if watched is None or not watched.passed_at or watched.is_explained:
             return ""
         gradient = watched.parameter.grad
         if gradient is None or id(gradient) != watched.gradient_id:
+            return ""
+        if not self._is_suspected:
+            self._is_suspected = True
+            watched.is_explained = True  # perhaps by a factor: `scaler.step` calls `unscale_`, which asks again
             return ""
         scale = scaler.get_scale()
         if scale <= 1 or any(math.isclose(factor, scale) for factor in watched.factors):
@@ -124,20 +129,7 @@ def _find_factors(losses: Any) -> tuple[float, ...]:
     factors: list[float] = []
     for node in nodes:  # `nodes` grows
         power = 0.0 if node is None else _POWERS.get(node.name(), 0.0)
-        factors += [number**power for number in _read_numbers(node) if number] if power else []
+        factors += [number**power for number in read_factors(node) if number] if power else []
         if node is not None and len(nodes) < _LOOKED_AT:
             nodes += [following for following, _ in node.next_functions]
     return tuple(factors)
-
-
-def _read_numbers(node: Any) -> Iterator[float]:
-    """Yield the operands of a product or quotient that are numbers on the host."""
-    for name in SAVED_OPERANDS:
-        try:
-            operand = getattr(node, name, None)
-        except RuntimeError:  # an earlier backward pass has freed the graph, or an op has changed the operand
-            return
-        if not isinstance(operand, Tensor) or type(operand) not in PLAIN_CLASSES:
-            continue
-        if operand.numel() == 1 and operand.device.type == "cpu":
-            yield abs(operand.detach().item())
