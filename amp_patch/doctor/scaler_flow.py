@@ -230,12 +230,34 @@ class ScalerFlow:
     def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs only in some of the iterations in which the second runs.
 
-        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`.
+        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, and the
+        second under no other `if` that may hold in some iterations only.
         """
+        if any(self._may_vary(outer) for outer, _ in self.arms_of(second) - self.arms_of(first)):
+            return False
         for outer, _ in self.arms_of(first) - self.arms_of(second):
             if isinstance(outer, ast.If) and any(isinstance(part, ast.Mod) for part in ast.walk(outer.test)):
                 return not self._script.are_exclusive(first, second)
         return False
+
+    def _may_vary(self, branch: ast.AST) -> bool:
+        """Return whether a branch may be taken in some iterations of a loop only: its test calls something, or reads a
+        name that the loop assigns.
+        """
+        if not isinstance(branch, (ast.If, ast.IfExp)):
+            return True
+        if any(isinstance(part, ast.Call) for part in ast.walk(branch.test)):
+            return True
+        loops = [
+            outer for outer, _ in self._script.around(branch) if isinstance(outer, (ast.For, ast.AsyncFor, ast.While))
+        ]
+        stored = {
+            part.id
+            for loop in loops
+            for part in ast.walk(loop)
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        }
+        return bool(names_in(branch.test) & stored)
 
     def may_be_without_scale(self, node: ast.AST, *scaled: ast.AST) -> bool:
         """Return whether a node may run in runs without a loss scale, unlike the nodes `scaled`.

@@ -62,6 +62,9 @@ WRONG = {
     f"loss = loss + (grads.norm() - 1) ** 2\n{GO}{STEP}",
     "unscale-in-each-micro-batch": f"for i, x in enumerate(loader):\n    {GO}    scaler.unscale_(optimizer)  # AMP704\n"
     "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "unscale-where-it-clips": f"for i, x in enumerate(loader):\n    {GO}    if args.clip:\n"
+    "        scaler.unscale_(optimizer)  # AMP704\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
     "update-in-each-micro-batch": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
     "        scaler.step(optimizer)\n    scaler.update()  # AMP712\n",
     "update-in-a-loop-over-optimizers": f"{GO}for opt in optimizers:\n    scaler.step(opt)  # AMP706\n"
@@ -86,6 +89,12 @@ RIGHT = {
     "clip-that-is-given-the-scaler": f"{GO}clip_gradients(model, scaler, 1.0)\n{STEP}",
     "penalty-divided": "grads = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]\n"
     f"penalty = (grads / scaler.get_scale()).norm()\n{GO}{STEP}",
+    "two-tests-of-one-kind": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
+    "        scaler.unscale_(optimizer)\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "a-test-with-a-name": f"for i, x in enumerate(loader):\n    {GO}    last = (i + 1) % 4 == 0\n    if last:\n"
+    "        scaler.unscale_(optimizer)\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
     "accumulation": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
     f"        scaler.unscale_(optimizer)\n"
     f"        {CLIP}\n        scaler.step(optimizer)\n        scaler.update()\n",
