@@ -40,7 +40,7 @@ class _OutputHook(OwnedHook):
         self._row = row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if compiling.is_compiling():  # compiled code would keep the hook
+        if compiling.is_traced():  # traced code would keep what the hook does
             return
         sampler = self.owner()
         if sampler is not None:
@@ -152,8 +152,8 @@ class Sampler:
             self._sheets[device].begin()
 
     def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
-        """Measure the output of a module, but no tensor that the module before has returned already: so containers
-        without ops of their own have no samples.
+        """Measure the output of a module, but no tensor that the module before has returned last: so containers that
+        only return the output of their last module have no samples.
         """
         if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
             return
