@@ -321,8 +321,7 @@ class ScalerWatch:
 
     def _check_loss(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
         """Report the misuse if only losses without a scale have made the gradients of an optimizer."""
-        line = "" if use.is_scale_read else self._losses.find_unscaled(scaler, optimizer)
-        if line:
+        if not use.is_scale_read and (line := self._losses.find_unscaled(scaler, optimizer)):
             self._tell(Misuse(Kind.UNSCALED_LOSS, line))
 
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
