@@ -170,6 +170,13 @@ def _wrap_line(line: str, width: int, *, is_below: bool = False) -> Iterator[str
     yield from textwrap.wrap(line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 
 
+def wrap_item(text: str) -> list[str]:
+    """Return a text wrapped to `WIDTH` characters, indented by two spaces, and by four from the second line on."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+
+
 def count_of(number: int, noun: str) -> str:
     """Return a number with a noun, such as "1 step" or "2 steps"."""
     if number == 1:

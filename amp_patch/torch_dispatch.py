@@ -221,6 +221,22 @@ def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.T
     return list(found_inf.values())
 
 
+def read_factors(node: Any) -> Iterator[float]:
+    """Yield the operands that the node of a product or quotient keeps, if they are numbers on the host.
+
+    Without these names, a loss that a script multiplies by the loss scale itself would pass for an unscaled one. No
+    mode sees the reading.
+    """
+    for name in ("_saved_other", "_saved_self"):
+        try:
+            operand = getattr(node, name, None)
+        except RuntimeError:  # an earlier backward pass has freed the graph, or an op has changed the operand
+            return
+        if type(operand) is Tensor and operand.numel() == 1 and operand.device.type == "cpu":
+            with torch._C._DisableTorchDispatch():
+                yield abs(operand.detach().item())
+
+
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
     """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
 

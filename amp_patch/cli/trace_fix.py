@@ -1,7 +1,7 @@
 """`amp-patch trace --fix`: repairs what a traced run has reported, and runs the script with the repair.
 
 For a fault (a value that does not fit into its dtype) or an exception, the repair is an op list. For a quiet loss (16
-bits lose values although all are finite), the repair is another level.
+bits lose values although all are finite), the repair is another level, or a list with rules for modules.
 """
 
 import argparse
@@ -182,31 +182,75 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
 
 
 def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
-    """Run the script at a level that keeps the values that are lost quietly. Return 0 if that level is enough.
+    """Run the script at a level, or with a list, that keeps the values that are lost quietly.
 
-    Return `FAULT` if no level keeps them, or if the script only misuses GradScaler or autocast.
+    Return 0 if that is enough. Return `FAULT` if it is not, if trace knows neither, or if the script only misuses
+    GradScaler or autocast.
     """
-    from ..insight import find_level, format_quiet
+    from ..insight import find_level, find_quiet_remedy
 
     levels = [find_level(lost, recording.run) for lost, recording in traced.quiet]
     level = next(filter(None, levels), "")
-    if not level:
-        reason = "no list keeps what is lost here" if traced.quiet else "no list helps against a misuse"
-        print(f"\nno list was written: {reason}, but an edit of the script does", flush=True)
+    if level:
+        return _fix_by_level(runner, arguments, traced, level)
+    if not traced.quiet:
+        print("\nno list was written: no list helps against a misuse, but an edit of the script does", flush=True)
         return FAULT
+    remedy = find_quiet_remedy([lost for lost, _ in traced.quiet], traced.quiet[0][1].run)
+    if not remedy.has_list:
+        print("\nno list was written: trace knows none that keeps this; edit the script as it says", flush=True)
+        return FAULT
+    return _fix_by_modules(runner, arguments, traced, remedy)
+
+
+def _fix_by_modules(
+    runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun, remedy: "remedies.Remedy"
+) -> int:
+    """Write a list against quiet losses, and run the script with it. Return 0 if it is enough."""
+    path: Path = arguments.fix
+    remedy = replace(remedy, extends=_locate(remedy.extends, arguments.lists, path.parent))
+    write_file(path, _format_list(remedy, describe_command(arguments)))
+    print(f"\nwritten: {path}; the script runs again with it", flush=True)
+    again = _run_as_long(runner, arguments, traced, Settings(None, (str(path),)))
+    if again.faults or again.quiet:
+        print_report(f"{path.name} is not enough: this is left\n{_format_first(again)}", [False])
+        _keep_with_note(path)
+        return FAULT
+    return _report_fixed(again, path, arguments)
+
+
+def _fix_by_level(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun, level: str) -> int:
+    """Run the script at a level that keeps the values that are lost quietly. Return 0 if it is enough."""
     print(f"\nno list keeps what is lost; the script runs again at {level}", flush=True)
-    first, last = arguments.steps or (0, max(traced.watched.steps))
-    again = run_traced(runner, arguments, first, last, Settings(level))
+    again = _run_as_long(runner, arguments, traced, Settings(level))
     name = f'opt_level="{level}"'
     if again.faults or again.quiet:
-        left = [format_quiet(lost, recording.run) for lost, recording in again.quiet]
-        print_report("\n".join([f"{name} is not enough", *left[:1]]), [False])
+        print_report(f"{name} is not enough\n{_format_first(again)}", [False])
         return FAULT
     code = again.report_none()
     if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
         return code or FAULT
     print_report(f"{name} is enough for these steps", [True])
     return 0
+
+
+def _run_as_long(
+    runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun, settings: Settings
+) -> TracedRun:
+    """Run the script with other settings under a tracer, for as many steps as it ran before."""
+    first, last = arguments.steps or (0, max(traced.watched.steps))
+    return run_traced(runner, arguments, first, last, settings)
+
+
+def _format_first(traced: TracedRun) -> str:
+    """Return the first fault of a run as text, or else its first quiet loss."""
+    from ..insight import format_fault, format_quiet
+
+    if traced.faults:
+        fault, recording = traced.faults[0]
+        return format_fault(fault, recording.run)
+    lost, recording = traced.quiet[0]
+    return format_quiet(lost, recording.run)
 
 
 def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .module_casts import note_casts as note_casts
     from .quiet_record import QuietRecord as QuietRecord
     from .quiet_text import find_level as find_level
+    from .quiet_text import find_quiet_remedy as find_quiet_remedy
     from .quiet_text import format_quiet as format_quiet
     from .raised_record import RaisedRecord as RaisedRecord
     from .raised_text import find_base as find_base
@@ -63,6 +64,7 @@ _HOMES = {
     "explain": "recorder",
     "find_base": "raised_text",
     "find_level": "quiet_text",
+    "find_quiet_remedy": "quiet_text",
     "find_remedy": "causes",
     "format_fault": "fault_text",
     "format_misuses": "misuse_record",

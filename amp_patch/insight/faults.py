@@ -114,6 +114,7 @@ class FaultFinder:
         """Look at the ops of a session from now on."""
         self._session = session
         self._running = running
+        self.findings.get_models = session.models
 
     def end_step(self) -> None:
         """Forget the ops of the step."""

@@ -68,6 +68,17 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
     return Fix(_once(regions), _once(ops), _once(alternative), _once(sites))
 
 
+def find_submodule_rules(culprit: Culprit, models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the choosers of rules for the submodule that an op ran in, if such a rule can make the op float32.
+
+    Return () for an op that a model itself, or the loss code, calls: a rule for the model would cover all of it.
+    """
+    if not name_all(models).get(culprit.module, ("", None))[0]:
+        return ()
+    scope = find_scope([culprit], models, has_lists=False)
+    return () if scope.sites else scope.regions
+
+
 def _once(names: Iterable[str]) -> tuple[str, ...]:
     """Return each name once, in order."""
     return tuple(dict.fromkeys(names))

@@ -45,6 +45,7 @@ class QuietRecord:
             all of it, 0 is nothing.
         error: the relative error (L2) of the change, or of the result of `op`, against float32.
         used: the line that uses the values, if that is another line than `site`.
+        regions: choosers of modules that keep the values if they run in float32, such as `match: "time"`.
         rank: the rank of the process.
     """
 
@@ -66,4 +67,5 @@ class QuietRecord:
     descent: float | None = None
     error: float | None = None
     used: str | None = absent("")
+    regions: tuple[str, ...] = ()
     rank: int = 0

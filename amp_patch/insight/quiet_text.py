@@ -3,12 +3,13 @@
 In a *quiet loss*, a run in 16 bits loses values or their changes, and everything stays finite.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..config import levels
 from ..tables import align, count_of
 from .quiet_record import GRADIENTS, WEIGHT_DECAY, WEIGHTS, QuietCause, QuietRecord
 from .records import RunRecord
+from .remedies import Remedy, RemedyKind, format_entries
 from .short_dtypes import spell_out
 
 
@@ -116,6 +117,17 @@ def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
     return levels.find_master_level(spell_out(lost.dtype or "")).name
 
 
+def find_quiet_remedy(lost: Sequence[QuietRecord], run: RunRecord | None) -> Remedy:
+    """Return the remedy that runs the modules of quiet losses in float32. It has no list if no such module is known.
+
+    The list extends the last list of the run, or else a shipped one.
+    """
+    low = lost[0].dtype if run is None else run.low
+    extends = run.lists[-1] if run is not None and run.lists else "bfloat16" if low == "bf16" else "float16"
+    regions = dict.fromkeys(region for each in lost for region in each.regions)
+    return Remedy(RemedyKind.LIST, extends, tuple(regions))
+
+
 def _is_native(run: RunRecord | None) -> bool:
     return run is not None and run.is_native
 
@@ -143,6 +155,9 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
 
 def _repair_collapsed(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     yield f"float32 at {lost.site or 'its line'}, until the values have become sines, cosines, indices or masks"
+    if lost.regions:
+        (line,) = format_entries(find_quiet_remedy([lost], run))
+        yield f"or in a list of your own: {line}"
 
 
 def _repair_cancelled(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """A recording as text: a table with a row for each kind of call, in which equal layers share a row."""
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from .list_notes import note_lists
 from .raised_text import format_raised
 from .recordings import Recording
 from .records import OpRecord
+from .short_dtypes import count_equal
 
 Key = Callable[[OpRecord], tuple[str, ...]]
 """Returns the first cells of the row in which a record is summed up."""
@@ -214,11 +214,7 @@ def _change(row: tuple[str, ...], changes: Mapping[str, Callable[[str], str]]) -
 
 def _count_equal(dtypes: str) -> str:
     """Return dtypes with a number for three or more equal ones in a row: `f16,f32 x 4`."""
-    parts = []
-    for dtype, equal in itertools.groupby(dtypes.split(",")):
-        number = len(list(equal))
-        parts += [f"{dtype} x {number}"] if number > 2 else [dtype] * number
-    return ",".join(parts)
+    return ",".join(count_equal(dtypes.split(",")))
 
 
 _ENTRY = OP_COLUMNS.index("line")

@@ -33,6 +33,7 @@ from .roots import find_line
 from .scale_state import ScaleState
 from .session import find_session, has_own_amp
 from .unscaled_gradients import UnscaledGradients, Version, read_version
+from .unscaled_losses import UnscaledLosses
 
 _SCALER_FILE = inspect.getfile(torch.amp.GradScaler)
 _PACKAGE = f"{__package__.partition('.')[0]}."
@@ -124,6 +125,7 @@ class ScalerWatch:
         self._region_at = ""  # the line of the last outermost region
         self._region_of_step: dict[int, int] = {}  # for each optimizer, by id: `_regions` at its last step in a region
         self._reads = GradientReads()
+        self._losses = UnscaledLosses()
         self._region_watch = RegionWatch(self._tell)
         self._scale_state = ScaleState(self._tell)
 
@@ -190,7 +192,9 @@ class ScalerWatch:
             scaled_before = self._scaled_backwards
             versions_before = self._read_gradients()
             unscaled_before = [(use, use.unscaled.read_versions()) for use in self._uses.values()]
+            self._losses.begin_backward(*args, **kwargs)
             result = original(*args, **kwargs)
+            self._losses.end_backward(is_scaled=self._scaled_backwards > scaled_before)
             if self._scaled_backwards == scaled_before:
                 self._unscaled_backwards += 1
                 self._unscaled_backward_at = find_line()
@@ -257,6 +261,7 @@ class ScalerWatch:
             if use is not None:
                 # The calls so far clipped scaled gradients. Later ones get unscaled gradients, and are not checked.
                 self._check_clipping(scaler, use, optimizer)
+                self._check_loss(scaler, use, optimizer)
                 use.unscaled_at[id(optimizer)] = find_line()
                 use.unscaled.note_unscale(optimizer)
             return result
@@ -289,6 +294,7 @@ class ScalerWatch:
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
+                self._losses.note_step(optimizer)
                 self._scale_state.note_scaled_step(optimizer, is_skipped=not self._has_optimizer_stepped)
             return result
 
@@ -303,6 +309,7 @@ class ScalerWatch:
         if key in use.unscaled_at or use.is_scale_read:
             return
         self._check_clipping(scaler, use, optimizer)
+        self._check_loss(scaler, use, optimizer)
         if use.has_scaled_gradients or not _has_gradients(optimizer):
             return
         has_unscaled = self._unscaled_backwards > self._unscaled_backwards_at_step.get(key, 0)
@@ -312,10 +319,15 @@ class ScalerWatch:
         elif has_scaled and not has_unscaled:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
+    def _check_loss(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
+        """Report the misuse if only losses without a scale have made the gradients of an optimizer."""
+        if not use.is_scale_read and (line := self._losses.find_unscaled(scaler, optimizer)):
+            self._tell(Misuse(Kind.UNSCALED_LOSS, line))
+
     def _check_clipping(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
         """Report the misuse if the script has measured or clipped gradients of an optimizer while they were scaled."""
         reading = None if use.is_scale_read else self._reads.find(_parameters_of(optimizer))
-        if reading is not None and scaler.get_scale() > 1:
+        if reading and scaler.get_scale() > 1:
             self._tell(Misuse(*reading))
         if not use.clippings or Kind.CLIPPED in self._told:
             return

@@ -375,6 +375,33 @@ def test_fix_tries_the_level_that_keeps_what_is_lost(call, tmp_path):
     assert not (tmp_path / "fix.yaml").exists()
 
 
+COLLAPSES = """
+import torch
+from torch import nn
+
+class Time(nn.Module):
+    def forward(self, t):
+        angles = t[:, None] @ torch.linspace(1, 0.001, 8)[None]
+        return angles.sin()
+
+torch.manual_seed(0)
+model = nn.Sequential(Time(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.arange(3000.0, 3064.0)).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_fix_writes_the_list_that_keeps_what_is_lost(call, tmp_path):
+    code, out, _ = call(COLLAPSES, "--fix", "fix.yaml")
+    assert code == 0 and "fix.yaml is enough for these steps" in out
+    assert 'modules: [{match: "0", run: float32}]' in (tmp_path / "fix.yaml").read_text()
+
+
 RAISING = """
 import torch
 

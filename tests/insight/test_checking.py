@@ -18,6 +18,7 @@ from amp_patch.insight.checking.bands import compare_sketches
 from amp_patch.insight.checking.contract import ContractOp
 from amp_patch.insight.checking.op_differences import find_differences
 from amp_patch.insight.checking.probe import sketch_all
+from amp_patch.insight.checking.text import format_verdict
 from amp_patch.insight.checking.upgrades import Upgrade
 from amp_patch.insight.op_constants import strip_spelling
 from amp_patch.insight.recordings import Recording
@@ -361,6 +362,32 @@ def test_modules_of_two_models_have_gradients_of_their_own(tmp_path):
     (numbers,) = contract.numbers.values()
     names = [module.module for module in numbers.modules if module.of_gradient]
     assert names == ["Sequential[0].0", "Sequential[0].1", "Sequential[1].0", "Sequential[1].1"]
+
+
+def test_curves_break_in_the_order_of_their_steps(contracts):
+    contract = contracts["autocast"]
+    ((name, numbers),) = contract.numbers.items()
+    first_steps = {"loss": 2, "gradient norm": 2, "update norm": 1}
+    curves = []
+    for curve in numbers.curves:
+        start = first_steps.get(curve.name, len(curve.values))
+        moved = [value + 1.0 if step >= start else value for step, value in enumerate(curve.values)]
+        curves.append(replace(curve, values=tuple(moved)))
+    now = replace(contract, numbers={name: replace(numbers, curves=curves)})
+    texts = [each.text for each in judge(contract, now).breaks]
+    beginnings = ["the update norm of step 2", "the loss of step 3", "the gradient norm of step 3"]
+    assert [text[: len(start)] for text, start in zip(texts, beginnings, strict=True)] == beginnings
+
+
+def test_long_promises_are_short_and_wrapped(contracts):
+    contract = contracts["autocast"]
+    (op, *others) = contract.ops
+    long = replace(op, given=("f16",) + ("f32",) * 40, out=("f16",), module=".".join(["layers"] * 12))
+    before, after = (replace(contract, ops=[each, *others]) for each in (long, replace(long, out=("f32",))))
+    verdict = judge(before, after)
+    text = format_verdict(verdict, "numerics.json")
+    assert "f16, f32 x 40 -> f16, now" in verdict.breaks[0].text
+    assert max(map(len, text.splitlines())) <= 100 and "\n    " in text
 
 
 def test_an_op_that_leaves_its_list_comes_before_its_effects(contracts):

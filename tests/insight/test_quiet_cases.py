@@ -7,6 +7,8 @@ Guards: insight/quiet/watch, insight/quiet/updates, insight/quiet/tally, insight
 Guards: insight/quiet/copies, insight/quiet/findings, insight/twins.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from quiet_faults import CASES, FAULTY, HEALTHY, check
@@ -35,3 +37,25 @@ def test_positions_that_collapse_on_the_line_that_uses_them_are_reported():
 
     (lost,) = insight.trace(step, steps=2).quiet
     assert lost.cause == "collapsed" and lost.error > 0.1 and lost.used is None
+
+
+def test_the_op_that_rounded_the_angles_is_named_with_a_rule_for_its_module():
+    class Time(nn.Module):
+        def forward(self, t):
+            angles = t.float()[:, None] @ torch.linspace(1, 0.001, 8)[None]  # HERE
+            return torch.sin(angles)
+
+    model = nn.Sequential(Time(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.arange(3000, 3064)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    (lost,) = insight.trace(step, steps=2).quiet
+    lines = Path(__file__).read_text().splitlines()
+    here = next(number for number, line in enumerate(lines, 1) if line.endswith("# HERE"))
+    assert lost.site.endswith(f":{here}") and lost.used.endswith(f":{here + 1}")
+    assert 'modules: [{match: "0", run: float32}]' in insight.format_quiet(lost, None)

@@ -1,7 +1,7 @@
 """A GradScaler used wrongly is told once, with line and edit; correct loops are told of nothing and train the same.
 
-Guards: native/scaler_watch, native/misuse, native/unscaled_gradients, insight/misuse_record.
-Guards: native/gradient_reads, native/region_watch, native/scale_state.
+Guards: native/scaler_watch, native/misuse, native/unscaled_gradients, native/unscaled_losses.
+Guards: insight/misuse_record, native/gradient_reads, native/region_watch, native/scale_state.
 """
 
 import io
@@ -162,7 +162,60 @@ def schedule_taken_steps(t: Training) -> None:
         t.schedule.step()
 
 
+def step_both(t: Training) -> None:
+    t.scaler.step(t.second)
+    t.finish()
+
+
+def scale_by_hand(t: Training) -> None:
+    scale = t.scaler.get_scale()
+    t.scaler.scale(t.loss()).backward()
+    (t.loss(t.other) * scale).mean().backward()
+    step_both(t)
+
+
+def scale_gradients_by_hand(t: Training) -> None:
+    scale = torch.tensor(t.scaler.get_scale())
+    t.scaler.scale(t.loss()).backward()
+    t.loss(t.other).backward(scale)
+    step_both(t)
+
+
+def penalty_after_unscale(t: Training) -> None:
+    t.scaler.scale(t.loss() + t.loss(t.other)).backward()
+    t.scaler.unscale_(t.second)
+    t.other.weight.square().sum().backward()
+    step_both(t)
+
+
+def unscaled_gradients_dropped(t: Training) -> None:
+    (t.loss() + t.loss(t.other)).backward()
+    t.optimizer.zero_grad(set_to_none=False)
+    t.second.zero_grad()
+    t.scaler.scale(t.loss() + t.loss(t.other)).backward()
+    step_both(t)
+
+
+def gradients_assigned(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    (t.loss(t.other) * 0).backward()
+    weights = list(t.other.parameters())
+    for weight, gradient in zip(weights, torch.autograd.grad(t.scaler.scale(t.loss(t.other)), weights), strict=True):
+        weight.grad = gradient
+    step_both(t)
+
+
+def second_scaler_disabled(t: Training) -> None:
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    t.scaler.scale(t.loss()).backward()
+    disabled.scale(t.loss(t.other)).backward()
+    disabled.step(t.second)
+    t.finish()
+
+
 RIGHT = [
+    *(scale_by_hand, scale_gradients_by_hand, penalty_after_unscale, unscaled_gradients_dropped, gradients_assigned),
+    second_scaler_disabled,
     *(plain, clip_unscaled, clip_at_the_scale, measure_only, accumulate, one_update_for_two, update_after_each_loss),
     *(one_without_scaler, unscale_by_hand, unscale_then_own_step, gradients_by_hand),
     *(read_unscaled, read_and_divide, look_for_inf, teacher_in_float16, save_all, schedule_taken_steps),
@@ -275,7 +328,32 @@ def backward_after_unscale(t: Training) -> None:
     t.finish()
 
 
+def second_not_scaled(t: Training) -> None:
+    t.scaler.scale(t.loss()).backward()
+    for _ in range(2):
+        (t.loss(t.other) / 2).backward()
+    step_both(t)
+
+
+def second_not_scaled_and_clipped(t: Training) -> None:
+    t.loss(t.other).backward()
+    t.scaler.scale(t.loss()).backward()
+    t.scaler.unscale_(t.second)
+    nn.utils.clip_grad_norm_(t.other.parameters(), 0.1)
+    step_both(t)
+
+
+def scaled_gradients_dropped(t: Training) -> None:
+    t.scaler.scale(t.loss() + t.loss(t.other)).backward()
+    t.second.zero_grad()
+    t.loss(t.other).backward()
+    step_both(t)
+
+
 TOLD = [
+    (second_not_scaled, Kind.UNSCALED_LOSS),
+    (second_not_scaled_and_clipped, Kind.UNSCALED_LOSS),
+    (scaled_gradients_dropped, Kind.UNSCALED_LOSS),
     (backward_after_unscale, Kind.ADDED_SCALED),
     (read_scaled, Kind.READ),
     (read_before_unscale, Kind.READ),

@@ -123,6 +123,7 @@ def test_the_reference_has_every_public_name():
         "agreement",
         "checking",
         "find_level",
+        "find_quiet_remedy",
         "note_casts",
         "remedies",
         "report",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import RecordError
+from ...tables import wrap_item
 from ..comparing.summary import Summary
 from ..recordings import Recording
 from ..records import ComparisonRecord
@@ -65,7 +66,9 @@ def describe_differences(differences: OpDifferences) -> Iterator[str]:
             entries.append((op.module, f"{verb:9} {op.op} {op.site}: {describe_dtypes(op)}{calls}"))
     for module in dict.fromkeys(module for module, _ in entries):
         yield module or "(outside of modules)"
-        yield from (f"  {text}" for name, text in entries if name == module)
+        for name, text in entries:
+            if name == module:
+                yield from wrap_item(text)
 
 
 def _name_pair(pair: Moved) -> str:

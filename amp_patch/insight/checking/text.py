@@ -6,7 +6,7 @@ these promises a check found broken.
 
 from collections.abc import Iterator
 
-from ...tables import count_of
+from ...tables import count_of, wrap_item
 from .contract import Contract, Numbers
 from .verdict import Break, Verdict
 
@@ -45,10 +45,11 @@ def format_verdict(verdict: Verdict, contract: str) -> str:
     else:
         first, *further = verdict.breaks
         lines.append(f"{contract} is broken: {_TITLES[first.kind]}")
-        lines.append(f"  {_with_site(first)}")
+        lines.extend(wrap_item(_with_site(first)))
         if further:
             lines.append(f"also broken, causes before effects ({len(further)} more):")
-            lines.extend(f"  {broken.kind}: {_with_site(broken)}" for broken in further[:SHOWN])
+            for broken in further[:SHOWN]:
+                lines.extend(wrap_item(f"{broken.kind}: {_with_site(broken)}"))
             if len(further) > SHOWN:
                 lines.append(f"  and {len(further) - SHOWN} more; --json FILE has all")
         if first.kind != "region":  # without mixed precision, --update has nothing to measure

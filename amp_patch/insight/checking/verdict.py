@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ...tables import count_of
 from ..numbers_record import OptimizerRecord
 from ..op_constants import strip_spelling
+from ..short_dtypes import count_equal
 from .bands import compare_norms, compare_sketches
 from .contract import Contract, ContractOp, ModuleRecord, Numbers, StepsRecord, unpack
 from .op_differences import Moved, OpDifferences, find_differences, is_cast
@@ -182,8 +183,8 @@ def describe_move(pair: Moved) -> str:
 
 
 def describe_dtypes(op: ContractOp) -> str:
-    """Return the dtypes of an op's arguments and result, such as "f16, f16 -> f16". "()" stands for no tensors."""
-    return f"{', '.join(op.given) or '()'} -> {', '.join(op.out) or '()'}"
+    """Return the dtypes of an op's arguments and result, such as "f16, f32 x 3 -> f16". "()" stands for no tensors."""
+    return f"{', '.join(count_equal(op.given)) or '()'} -> {', '.join(count_equal(op.out)) or '()'}"
 
 
 def _describe_rule(op: ContractOp) -> str:
@@ -308,9 +309,12 @@ def _judge_numbers(
                 yield Break(kind, f"{_name_module(new)}: {text} {size}, and {band:.2g} was promised{error}")
     yield from _judge_lost(promised, now)
     yield from _judge_length(promised, now)
-    for curve in promised.curves:
-        if curve is not scale or starts_equal:
-            yield from _judge_curve(curve, now.curve(curve.name))
+    curves = [curve for curve in promised.curves if curve is not scale or starts_equal]
+    first_breaks = [(_find_break(curve, now.curve(curve.name)), curve) for curve in curves]
+    # the earliest first; in one step, the order of the curves, in which causes come first
+    broken = [(step, curve) for step, curve in first_breaks if step is not None]
+    for _, curve in sorted(broken, key=lambda pair: pair[0]):
+        yield from _judge_curve(curve, now.curve(curve.name))
     for old, new in pairs:
         for name, what in (("last_gradient", "gradient"), ("last_update", "update")):
             difference, band = compare_norms(getattr(old, name), getattr(new, name)), getattr(old, f"{name}_band")

@@ -3,15 +3,18 @@
 A *loss* here is a loss of values by rounding to 16 bits, not the loss of the training.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ..folding import OpCall
+from ..placing import find_submodule_rules
 from ..quiet_record import QuietCause, QuietRecord
 from ..rules import short
+from ..written import Culprit
 
 
 class Place(NamedTuple):
@@ -27,6 +30,11 @@ def place_of(call: OpCall) -> Place:
     return Place(call.site.place, call.module, call.op.removeprefix("aten."))
 
 
+def place_of_culprit(culprit: Culprit) -> Place:
+    """Return the place of an op of the forward pass."""
+    return Place(culprit.site, culprit.module, culprit.op.removeprefix("aten."))
+
+
 @dataclass
 class _Finding:
     """The losses of one cause at one line.
@@ -36,7 +44,7 @@ class _Finding:
         dtype: the 16-bit dtype; None until a loss was found.
         steps: the steps with a loss.
         passed: the steps in which the line was checked, and a call had no loss.
-        kept, error, used, tensor: as in `QuietRecord`.
+        kept, error, used, tensor, regions: as in `QuietRecord`.
     """
 
     place: Place
@@ -47,6 +55,7 @@ class _Finding:
     error: float | None = None
     used: str = ""
     tensor: str = ""
+    regions: tuple[str, ...] = ()
 
 
 class Findings:
@@ -54,10 +63,12 @@ class Findings:
 
     Attributes:
         step: the number of the step that runs.
+        get_models: returns the models with the modules that rules of lists can name.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.get_models: Callable[[], Sequence[nn.Module]] = list
         self._known: dict[tuple[QuietCause, str], _Finding] = {}  # by the cause and the line
 
     def add(
@@ -70,8 +81,12 @@ class Findings:
         error: float | None = None,
         used: str = "",
         tensor: str = "",
+        culprit: Culprit | None = None,
     ) -> None:
-        """Note a loss in this step. Of several, the smallest `kept`, the largest `error` and the first names stay."""
+        """Note a loss in this step. Of several, the smallest `kept`, the largest `error` and the first names stay.
+
+        `culprit`: the op that rounded the values, if a rule for its module may keep them.
+        """
         finding = self._known.setdefault((cause, place.site), _Finding(place))
         if not finding.steps:
             finding.place, finding.dtype = place, dtype
@@ -83,6 +98,9 @@ class Findings:
         if used != place.site:
             finding.used = finding.used or used
         finding.tensor = finding.tensor or tensor
+        if culprit is not None and not finding.regions:
+            # at once, because the models may be gone at the end of the script
+            finding.regions = find_submodule_rules(culprit, self.get_models())
 
     def pass_over(self, cause: QuietCause, place: Place) -> None:
         """Note that a call at a line was checked in this step, and had no loss of this cause."""
@@ -121,4 +139,5 @@ class Findings:
                 kept=finding.kept,
                 error=finding.error,
                 used=finding.used or None,
+                regions=finding.regions,
             )

@@ -19,8 +19,8 @@ from ..quiet_record import QuietCause
 from ..storages import Storages
 from ..tensors import storage_of
 from ..twins import Twins
-from ..written import Written
-from .findings import Findings, Place, place_of
+from ..written import Culprit, Written
+from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
 """The most elements of a value that is followed, and of the results of an op on it. Positions and times have fewer."""
@@ -72,6 +72,10 @@ _KEEPS_COARSE = frozenset(
     {"_to_copy", "mul", "div", "neg", "gather", "index", "index_select", "cat", "clone", "bmm", "mm"}
 )
 """Ops whose results have the relative errors of their inputs."""
+
+
+_MOST_OPS = 8
+"""The most ops before a sine that are searched for the op that rounded its angle."""
 
 
 class _Root(NamedTuple):
@@ -218,8 +222,32 @@ class ValueWatch:
             return
         error = _ROUNDING * torch.finfo(dtype).eps * _size(angle) / max(_size(result), 1e-30)
         if error > WRONG:
-            place = place_of(call)
-            self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error)
+            culprit = self._find_rounding(angle)
+            place = place_of(call) if culprit is None else place_of_culprit(culprit)
+            self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error, used=call.site.place, culprit=culprit)
+
+    def _find_rounding(self, tensor: Tensor) -> Culprit | None:
+        """Return the first of the last ops that gave a tensor its rounded values; None if no op is known.
+
+        The ops after it keep the relative errors of their inputs, so they would be exact on exact inputs.
+        """
+        known = self._storages.find(tensor)
+        culprit = None
+        for _ in range(_MOST_OPS):
+            if known is None or known.culprit is None:
+                break
+            culprit, known = known.culprit, self._find_coarse_input(known)
+        return culprit
+
+    def _find_coarse_input(self, written: Written) -> Written | None:
+        """Return the record of the rounded input whose errors a result has; None if the op itself has rounded it."""
+        op = self._find_op(written)
+        if op is None or op.overload.name not in _KEEPS_COARSE or _adds_up(op):
+            return None
+        for tensor in op.inputs():
+            if self._find_coarse(tensor) is not None and not (tensor.dtype in LOW_DTYPES and _is_simple(tensor)):
+                return self._storages.find(tensor)
+        return None
 
     # ---- differences -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,135 @@
+"""`UnscaledLosses`: notices optimizers whose gradients are all of losses that no GradScaler has scaled.
+
+`scaler.step` divides them by the scale all the same.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..torch_dispatch import read_factors
+from .roots import find_line
+from .unscaled_gradients import Version, read_version
+
+_LOOKED_AT = 16
+"""The number of nodes of a loss's graph that are searched for a factor. A script multiplies the loss itself, or a value
+from which one or two ops compute the loss.
+"""
+
+_POWERS = {"MulBackward0": 1.0, "DivBackward0": -1.0}
+"""Nodes that have a factor, each with the power of it that multiplies the loss."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One parameter of an optimizer, and what has changed its gradient since the last step.
+
+    Attributes:
+        parameter: had a gradient at the last `scaler.step` of the optimizer.
+        gradient_id: the id of the gradient after the last backward pass or step; None without one.
+        passed_at: the line of the first backward pass that made or changed the gradient, if it is not explained; "" if
+            there was none.
+        factors: the numbers by which the losses of these passes were multiplied.
+        is_explained: whether the gradient may be scaled: a scaler has scaled a loss of these passes, the script has
+            passed gradients to `backward`, or has assigned the gradient.
+    """
+
+    parameter: Tensor
+    gradient_id: int | None
+    passed_at: str = ""
+    factors: tuple[float, ...] = ()
+    is_explained: bool = False
+
+
+class UnscaledLosses:
+    """The optimizers that have taken a step by a GradScaler. It watches one gradient of each."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
+        # Of the backward pass that is under way: the versions of the watched gradients before it, the factors of its
+        # losses, and whether the script passes the gradients of the losses itself.
+        self._versions: dict[Any, Version] = {}
+        self._factors: tuple[float, ...] = ()
+        self._has_own_gradients = False
+        self._is_suspected = False  # whether a loss has seemed unscaled: from then on, factors are searched for
+
+    def note_step(self, optimizer: Any) -> None:
+        """Note that a GradScaler has taken or skipped a step of an optimizer."""
+        parameters: Iterator[Tensor] = (
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+        )
+        parameter = next(parameters, None)
+        if parameter is None:
+            self._watched.pop(optimizer, None)
+        else:
+            self._watched[optimizer] = _Watched(parameter, id(parameter.grad))
+
+    def begin_backward(self, losses: Any = None, gradients: Any = None, *_: Any, **named: Any) -> None:
+        """Note that a backward pass begins. Takes the arguments of `torch.autograd.backward`."""
+        if not self._watched:
+            return
+        self._versions = self._read_versions()
+        self._factors = _find_factors(named.get("tensors", losses)) if self._is_suspected else ()
+        own_gradients = named.get("grad_tensors", gradients)
+        listed = own_gradients if isinstance(own_gradients, (list, tuple)) else [own_gradients]
+        self._has_own_gradients = any(gradient is not None for gradient in listed)
+
+    def end_backward(self, *, is_scaled: bool) -> None:
+        """Note that the backward pass has ended. `is_scaled`: whether a scaler has scaled one of its losses."""
+        for optimizer, version in self._read_versions().items():
+            before = self._versions.get(optimizer)
+            if version is None or version == before:
+                continue
+            watched = self._watched[optimizer]
+            if before is None:  # the pass has made the gradient: earlier passes do not matter any more
+                watched.passed_at, watched.factors, watched.is_explained = "", (), False
+            elif before[0] != watched.gradient_id:
+                watched.is_explained = True
+            watched.gradient_id = version[0]
+            # The script may have scaled the gradients that it passes to `backward`.
+            watched.is_explained |= is_scaled or self._has_own_gradients
+            if not watched.is_explained:
+                watched.passed_at = watched.passed_at or find_line()
+            watched.factors += self._factors
+        self._versions = {}  # it holds the optimizers
+
+    def _read_versions(self) -> dict[Any, Version]:
+        return {optimizer: read_version(watched.parameter) for optimizer, watched in self._watched.items()}
+
+    def find_unscaled(self, scaler: Any, optimizer: Any) -> str:
+        """Return the line of an unscaled backward pass whose gradients a GradScaler is about to divide by its scale; ""
+        if there is none, or a loss of these gradients was scaled by a scaler or by the script.
+
+        Return "" for the first such loss of the run, because its graph was not searched for a factor. Waits for the
+        device, to read the scale, only if no scaler has scaled the loss.
+        """
+        watched = self._watched.get(optimizer)
+        if watched is None or not watched.passed_at or watched.is_explained:
+            return ""
+        gradient = watched.parameter.grad
+        if gradient is None or id(gradient) != watched.gradient_id:
+            return ""
+        if not self._is_suspected:
+            self._is_suspected = True
+            watched.is_explained = True  # perhaps by a factor: `scaler.step` calls `unscale_`, which asks again
+            return ""
+        scale = scaler.get_scale()
+        if scale <= 1 or any(math.isclose(factor, scale) for factor in watched.factors):
+            return ""
+        return watched.passed_at
+
+
+def _find_factors(losses: Any) -> tuple[float, ...]:
+    """Return the numbers by which the last ops of losses have multiplied. Does not wait for the device."""
+    nodes = [getattr(loss, "grad_fn", None) for loss in (losses if isinstance(losses, (list, tuple)) else [losses])]
+    factors: list[float] = []
+    for node in nodes:  # `nodes` grows
+        power = 0.0 if node is None else _POWERS.get(node.name(), 0.0)
+        factors += [number**power for number in read_factors(node) if number] if power else []
+        if node is not None and len(nodes) < _LOOKED_AT:
+            nodes += [following for following, _ in node.next_functions]
+    return tuple(factors)
