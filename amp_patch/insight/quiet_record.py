@@ -44,6 +44,8 @@ class QuietRecord:
         descent: how much of the true change is stored: <stored, true> / |true|^2. 1 is all of it, 0 is nothing.
         error: the relative error (L2) of the change, or of the result of `op`, against float32.
         used: the line that uses the values, if that is another line than `site`.
+        is_temporary: whether the tensor that loses an update is made and freed within a step, so no step adds to
+            the sum of another.
         rank: the rank of the process.
     """
 
@@ -65,4 +67,5 @@ class QuietRecord:
     descent: float | None = None
     error: float | None = None
     used: str | None = absent("")
+    is_temporary: bool = False
     rank: int = 0

@@ -189,6 +189,7 @@ class Tracer(Recorder):
                 self._last += 1
         super().step_ended(optimizer)
         self._finder.step = self._finder.findings.step = self._count
+        self._quiet.set_step(self._count)
         if self._faults and self.is_recording:
             # No session that opens later is to be observed.
             self._last = 0

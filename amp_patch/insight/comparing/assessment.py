@@ -9,7 +9,8 @@ training.
 import math
 
 from ...tables import count_of
-from .summary import Row, Summary
+from ..records import ComparedRecord
+from .summary import Row, Summary, is_off
 
 WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
@@ -156,12 +157,7 @@ class Assessment:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
             return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if run.kept is not None:
-            updates = f"updates of {run.kept_worst}"
-            if run.lost_by == "weights":
-                updates = "weight updates"
-            elif run.lost_by == "line":
-                updates = f"updates at {run.kept_worst}"
-            return f"worse than {reference} ({1 - run.kept:.0%} of the {updates} are lost)"
+            return f"worse than {reference} ({_describe_lost_updates(run)})"
         error = run.gradient_error
         # inf only says that the step of the measurement was skipped
         if error is not None and OFF < error < math.inf:
@@ -269,3 +265,15 @@ class Assessment:
         if abs(factor - 1) <= _ALIKE_IN_COST:
             return ""
         return f"; {factor:.2f} times the peak memory"
+
+
+def _describe_lost_updates(run: ComparedRecord) -> str:
+    """Return in words what a run loses of its updates: how many of them, or how far they are off."""
+    updates = {
+        "weights": "weight updates",
+        "sum": f"sums at {run.kept_worst}",
+        "line": f"updates at {run.kept_worst}",
+    }.get(run.lost_by, f"updates of {run.kept_worst}")
+    if is_off(run):
+        return f"the {updates} are off by {run.update_error:.0%}"
+    return f"{1 - (run.kept or 0.0):.0%} of the {updates} are lost"

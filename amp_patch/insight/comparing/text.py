@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from ...config import levels
 from ...tables import Table
-from ..records import OpErrorRecord
+from ..records import ComparedRecord, OpErrorRecord
 from .assessment import SEEDS, Assessment
-from .summary import Row, Summary, last
+from .summary import Row, Summary, is_off, last
 
 _LEAST = {"run": 12, "updates kept": 18, "worst op": 26}
 """Columns of text, each with the width to which it may be shortened."""
@@ -98,9 +98,7 @@ def _cells(row: Row) -> dict[str, Shown]:
     worst = Shown("-")
     if row.worst is not None:
         worst = Shown(f"{_name_op(row.worst)} {_show(row.worst.error, '.1e')}", row.worst.error)
-    kept = Shown(_show(row.run.kept, ".0%"), row.run.kept)
-    if row.run.kept_worst:
-        kept = kept._replace(text=f"{kept.text} ({row.run.kept_worst})")
+    kept = Shown(_show_kept(row.run), row.run.kept)
     return {
         "run": Shown(row.name),
         "low": Shown(row.run.low or "-"),
@@ -123,6 +121,16 @@ def _show(value: float | None, form: str) -> str:
     if value is None:
         return "-"
     return format(value, form)
+
+
+def _show_kept(run: ComparedRecord) -> str:
+    """Return what is kept of updates, and by which tensor or line: "7% (fc.weight)", or "66% off (gnn.py:20)"."""
+    kept = _show(run.kept, ".0%")
+    if is_off(run):
+        kept = f"{_show(run.update_error, '.0%')} off"
+    if run.kept_worst:
+        kept = f"{kept} ({run.kept_worst})"
+    return kept
 
 
 def _assess(comparison: Summary) -> list[Assessment]:
@@ -207,10 +215,13 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
     for worst, names in _group_worst(rows).items():
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
-        yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
+        yield (
+            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where too"
+            " much is lost"
+        )
     for row in rows:
         if row.run.kept_worst:
-            yield f"  {row.name}: {_show(row.run.kept, '.0%')} ({row.run.kept_worst})"
+            yield f"  {row.name}: {_show_kept(row.run)}"
     for failed, names in _group_failures(comparison).items():
         if "\n" in failed:
             yield f"{', '.join(names)}: {failed}"
