@@ -23,7 +23,7 @@ from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as run_command
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION, PROGRESS, STOPPED, WAITING, WIDENED
+from .recording import ERROR, NO_REGION, PROGRESS, REFUSED, STOPPED, WAITING, WIDENED
 from .values import check_lists, get_level
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class ScriptRunner:
         self._force = arguments.force
         self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
+        self._parser = arguments.parser
         self._prog = arguments.parser.prog
         self._folders: Folders | None = None
         if is_repeated and not arguments.in_place:
@@ -211,6 +212,7 @@ class ScriptRunner:
                 everywhere=self._everywhere and has_casts,
                 needs_region=self._is_quiet and not self._everywhere,
                 in_float32=run.in_float32,
+                refuses_regions=self._everywhere,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,
             )
@@ -242,6 +244,9 @@ class ScriptRunner:
                     ranks.leave(code)  # does not return
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
+            refused = Path(folder, REFUSED)
+            if refused.exists():
+                self._parser.error(refused.read_text(encoding="utf-8"))
             no_region, error = Path(folder, NO_REGION), Path(folder, ERROR)
             if error.exists():
                 self._last_output = error.read_text(encoding="utf-8").splitlines()

@@ -128,8 +128,8 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     if not lost.role:
         if lost.is_temporary:
             yield (
-                "float32 for the sum: dtype=torch.float32 where the tensor that is added to is made, and .float() on the"
-                " values that are added; or .float() on the tensor from which both have their dtype"
+                "float32 for the sum: dtype=torch.float32 where the tensor that is added to is made, and .float() on"
+                " the values that are added; or .float() on the tensor from which both have their dtype"
             )
         elif lost.op and "batch_norm" in lost.op:
             yield f"float32 for the module: .float() on {lost.module or 'it'} after the cast of the model to {low},"

@@ -235,6 +235,19 @@ class Assessment:
             return False
         return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
 
+    def is_faster(self) -> bool | None:
+        """Return whether the run is faster than the reference. None if times are not judged: see `of_time`."""
+        factor = self.row.factor
+        if self._is_all_skipped or factor is None or self.row.steps < TIMED_STEPS:
+            return None
+        if self._reference_row.ms is None or self.row.ms is None:
+            return None
+        return factor < 1 / self._find_time_noise()
+
+    def _find_time_noise(self) -> float:
+        """Return the factor up to which times of a step count as equal."""
+        return max(self._summary.time_noise, 1 + _ALIKE_IN_COST)
+
     def of_time(self) -> str:
         """Return in words whether the run is faster than the reference."""
         factor, time_noise = self.row.factor, self._summary.time_noise
@@ -245,7 +258,7 @@ class Assessment:
                 return f"time not judged, since {row.name} gives the script float32 op by op"
         if factor is None or self.row.steps < TIMED_STEPS:
             return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
-        noise = max(time_noise, 1 + _ALIKE_IN_COST)
+        noise = self._find_time_noise()
         if 1 / noise <= factor <= noise:
             return f"time within noise (two runs of {self._reference}: a factor of {time_noise:.2f})"
         verdict = "slower"

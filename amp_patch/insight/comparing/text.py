@@ -29,11 +29,14 @@ class Shown(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A verdict in words, whether it is good (None: neither good nor bad), and the names of the runs it is about."""
+    """A verdict in words, whether it is good (None: neither good nor bad), the names of the runs it is about, and
+    whether they are faster than the reference (None: not judged).
+    """
 
     text: str
     is_good: bool | None
     runs: tuple[str, ...]
+    is_faster: bool | None = None
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
@@ -153,7 +156,7 @@ def judge_runs(comparison: Summary) -> list[Judged]:
             text = f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}"
             if of_loss.startswith("worse"):
                 text += f"; {_name_trace(run.row.name)} finds lost values"
-            verdicts.append(Judged(text, is_good, (run.row.name,)))
+            verdicts.append(Judged(text, is_good, (run.row.name,), run.is_faster()))
     for failed, names in _group_failures(comparison).items():
         verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False, tuple(names)))
     return verdicts
@@ -216,8 +219,8 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
         yield (
-            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where too"
-            " much is lost"
+            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where"
+            " too much is lost"
         )
     for row in rows:
         if row.run.kept_worst:
