@@ -212,7 +212,7 @@ class ScriptRunner:
                 everywhere=self._everywhere and has_casts,
                 needs_region=self._is_quiet and not self._everywhere,
                 in_float32=run.in_float32,
-                refuses_regions=self._everywhere,
+                refuses_regions=self._everywhere and not has_casts,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,
             )

@@ -98,8 +98,7 @@ def _note_uncalled(recording: Recording) -> Iterator[str]:
     uncalled = [shown for shown, has_call in is_called.items() if not has_call]
     if uncalled:
         more = f" and {len(uncalled) - _MOST} more" if len(uncalled) > _MOST else ""
-        steps = "this step" if len(recording.steps) == 1 else "these steps"
-        yield f"no call in {steps} of: {', '.join(uncalled[:_MOST])}{more}"
+        yield f"no recorded call of: {', '.join(uncalled[:_MOST])}{more}"
 
 
 def _acts_on_ops(opt_level: str) -> bool:

@@ -35,3 +35,25 @@ def test_positions_that_collapse_on_the_line_that_uses_them_are_reported():
 
     (lost,) = insight.trace(step, steps=2).quiet
     assert lost.cause == "collapsed" and lost.error > 0.1 and lost.used is None
+
+
+def test_log_probabilities_of_equal_weights_are_not_reported_although_only_one_side_is_recomputed():
+    """The exact difference of the stored and the new log-probabilities is zero, and so is the difference in 16 bits."""
+    policy, states = nn.Linear(8, 16), torch.randn(32, 8)
+    actions = torch.arange(32)[:, None] % 16
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+
+    def log_probabilities():
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = policy(states)
+            return (logits - logits.logsumexp(-1, keepdim=True).to(logits.dtype)).gather(-1, actions)
+
+    with torch.no_grad():
+        stored = log_probabilities()
+
+    def step():
+        ratio = (log_probabilities() - stored).exp()
+        ratio.float().mean().backward()
+        optimizer.step()
+
+    assert not insight.trace(step).quiet
