@@ -34,17 +34,27 @@ BOOST = {
 }
 """How much more a search weighs what it finds in a page; 0 leaves the page out."""
 
-SHORT, LONG = 17, 48
-"""The most characters of a cell or word that stays on one line, and of a cell that needs no wide column."""
+SHORT, LONG, TEXT = 17, 48, 160
+"""The most characters of a cell or word of code that stays on one line, of a cell that needs no wide column, and of a
+cell that is not a text of several sentences.
+"""
 
-_OPTION = re.compile(r"(?<![\w-])(--[a-z][\w-]*|amp-patch(?![\w-]))")
+WHOLE = 40
+"""The most characters of code that fit into a line of a telephone: a longer word may break at its hyphens."""
+
+# in prose, what does not break at its hyphen: a word that begins with it, such as an option or -inf; a word with a
+# digit, such as 2e-5, a date or gpt-256; and the name of the command
+_HYPHENATED = re.compile(r"(?<![\w.-])(?:-+\w[\w.-]*|(?=[\w.+-]*\d)\w[\w.+]*-[\w.+-]*|amp-patch)(?<![.-])(?![\w-])")
+_HYPHENATED_IN_BLOCK = re.compile(rf"(?<!\S)(?=\S*-\w)\S{{1,{WHOLE}}}(?!\S)")
 # code in a line, not a block; and the names of functions in headings
 _CODE = re.compile(r"(?<=<code>)(?<!<pre><span></span><code>)[^<]+(?=</code>)|(?<=function-name\">)[^<]+")
 _WORD = re.compile(r"\S+")
-# where a long word may break: not before the suffix of a file
-_JOINT = re.compile(r"(?<=[._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
+# where a long word may break: not after what it begins with, such as an underscore, nor before the suffix of a file
+_JOINT = re.compile(r"(?<=[^\s._/(=,][._/(=,])(?!(?:py|ya?ml|md|json)\b)(?=[a-z0-9&\[{])", re.IGNORECASE)
 _CELL = re.compile(r"<td([^>]*)>(.*?)</td>", re.DOTALL)
 _TAG = re.compile(r"(<[^>]*>)")
+_PRIVATE_BASE = re.compile(r"<code><\w+ [^>]*>_\w+</\w+></code>, ")  # in the list of a class
+_SPACE_BEFORE_PARENTHESIS = re.compile(r"(?<=</code>)\s+(?=\)\s)")  # in the type and default of an argument
 _WHOLE = '<span class="whole">'
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _sources = {page: source for source, page in PAGES.items()}
@@ -79,28 +89,34 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Return the page with marks for the style: words that stay whole, where others break, short and long cells."""
+    html = _SPACE_BEFORE_PARENTHESIS.sub("", _PRIVATE_BASE.sub("", html))
     html = _CODE.sub(lambda code: _WORD.sub(_mark_word, code[0]), html)
     parts = _TAG.split(html)
-    for place in range(0, len(parts), 2):
-        if place == 0 or parts[place - 1] != _WHOLE:
-            parts[place] = _OPTION.sub(_keep, parts[place])
+    pattern = _HYPHENATED
+    for place in range(1, len(parts), 2):
+        tag, text = parts[place], parts[place + 1]
+        pattern = {"<pre>": _HYPHENATED_IN_BLOCK, "</pre>": _HYPHENATED}.get(tag, pattern)
+        if tag != _WHOLE:
+            parts[place + 1] = pattern.sub(lambda word: _keep(word[0]), text)
     return _CELL.sub(_measure_cell, "".join(parts))
 
 
-def _keep(text: re.Match[str]) -> str:
-    return f"{_WHOLE}{text[0]}</span>"
+def _keep(text: str) -> str:
+    return f"{_WHOLE}{text}</span>"
 
 
 def _mark_word(word: re.Match[str]) -> str:
-    """Return a word of code that may break at dots and underscores if it is long, and at no hyphen if it is short."""
+    """Return a word of code that may break at dots and underscores if it is long. Its parts break at no hyphen."""
+    pieces = [word[0]]
     if len(unescape(word[0])) > SHORT:
-        return _JOINT.sub("<wbr>", word[0])
-    return _keep(word) if "-" in word[0] else word[0]
+        pieces = _JOINT.split(word[0])
+    return "<wbr>".join(_keep(piece) if "-" in piece and len(piece) <= WHOLE else piece for piece in pieces)
 
 
 def _measure_cell(cell: re.Match[str]) -> str:
     """Return a cell of a table with a class for the length of its text."""
     attributes, content = cell.groups()
     length = len(unescape(_TAG.sub("", content)))
-    size = "short" if length <= SHORT else "long" if length > LONG else "medium"
+    sizes = {SHORT: "short", LONG: "medium", TEXT: "long"}
+    size = next((size for most, size in sizes.items() if length <= most), "text")
     return f'<td class="{size}"{attributes}>{content}</td>'

@@ -45,7 +45,8 @@ def _describe(parser: Parser, level: int) -> Iterator[str]:
     if rows:
         yield from (*rows, "")
     if parser.epilog:
-        yield f"```text\n{parser.epilog.strip()}\n```\n" if "\n" in parser.epilog else f"{parser.epilog}\n"
+        text = parser.epilog.strip()
+        yield f"```text\n{text}\n```\n" if "\n" in text else f"{text[0].upper()}{text[1:]}\n"
     if parser.examples:
         lines = [line for example in parser.examples for line in _example(example)]
         yield "\n".join(["Examples:\n", "```sh", *lines, "```\n"])

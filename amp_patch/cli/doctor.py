@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, summary in (("--select", "follow these rules only"), ("--ignore", "leave these rules out")):
         about = f"{summary}: codes or prefixes, separated by commas"
         parser.add_argument(option, type=_codes, action="extend", default=[], metavar="CODES", help=about)
-    parser.add_argument("--output-format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "--output-format", choices=("text", "json"), default="text", help="what to print (default: text)"
+    )
     parser.add_argument("--notes", action="store_true", help="print notes instead of only counting them")
     parser.add_argument(
         "--no-advice", action="store_true", help="with PATH: do not advise on a level (which imports torch)"

@@ -22,9 +22,9 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the task."""
-    for name in ("left", "right"):
-        help_text = f"{LIST}, or several separated by commas; later ones win. NAME@2.11: as it is for that torch"
-        parser.add_argument(name, metavar="LISTS", help=help_text)
+    help_text = f"{LIST}, or several separated by commas; later ones win. NAME@2.11: as it is for that torch"
+    parser.add_argument("left", metavar="LISTS", help=help_text)
+    parser.add_argument("right", metavar="LISTS", help="what to compare it with, written in the same way")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_wide(parser)
 

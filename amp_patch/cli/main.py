@@ -25,6 +25,7 @@ from ..interrupts import TerminatedError
 from ..terminal import print_error
 from .completion import complete, is_completing
 from .parser import Parser
+from .values import check_outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.refuse(argv[:1])
     arguments = parser.parse_args(argv[:end])
     arguments.rest = argv[end + 1 :]
+    check_outputs(arguments.parser, arguments)
     return arguments
 
 

@@ -85,10 +85,27 @@ def positive(text: str) -> int:
     return at_least(1, text)
 
 
+_OUTPUTS = ("fix", "html", "json", "jsonl", "out", "write")
+"""The options that name a file to write."""
+
+_WRITTEN = (b"# amp-patch ", b'{"kind": ', b'[\n{"kind": ')
+"""The beginnings of the lists and records that commands write. Their HTML pages have `_TITLE`."""
+
+_TITLE = b"<title>amp_patch: "
+
+
 def new_file(text: str) -> Path:
-    """Return the absolute path of a file that the command can write when it ends, in a folder that exists."""
+    """Return the absolute path of a file that the command can write when it ends, in a folder that exists.
+
+    A file that exists is accepted only if it is empty, or if a command has written it.
+    """
     path = Path(text).absolute()
     try:
+        if path.is_file() and not _is_written_by_command(path):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} exists already, and no command of amp-patch has written it: give another name, or remove it"
+                " first"
+            )
         check_writable(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that exists") from None
@@ -96,6 +113,27 @@ def new_file(text: str) -> Path:
         reason = str(error.strerror).lower()
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}") from None
     return path
+
+
+def _is_written_by_command(path: Path) -> bool:
+    """Return whether a file is empty, or begins as the files that commands write."""
+    with path.open("rb") as file:
+        beginning = file.read(4096)
+    return not beginning or beginning.startswith(_WRITTEN) or _TITLE in beginning
+
+
+def check_outputs(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Exit with a usage error if a file that the command is to write is one that it reads, too."""
+    given = vars(arguments)
+    read = [value for name, value in given.items() if name not in (*_OUTPUTS, "rest")]
+    paths = [path for value in read for path in (value if isinstance(value, (list, tuple)) else [value])]
+    files = [Path(path) for path in paths if isinstance(path, (str, Path)) and os.path.isfile(path)]
+    for name in _OUTPUTS:
+        output = given.get(name)
+        if isinstance(output, Path) and output.exists() and any(map(output.samefile, files)):
+            parser.error(
+                f"argument --{name}: this command reads {output.name}, and would overwrite it: give another name"
+            )
 
 
 def steps(text: str) -> tuple[int, int]:

@@ -73,7 +73,8 @@ def note_float32(recording: Recording) -> list[str]:
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return the report of the steps that were skipped while a dynamic loss scale came down.
 
-    `faults` has one fault of each such step. `is_all`: whether these are all steps of the run.
+    `faults` has one fault of each such step. `is_all`: whether they are as many as the steps of the run. Steps of
+    several optimizers in one iteration count as one step of the run.
     """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
@@ -84,7 +85,7 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
             " a larger loss scale fits"
         )
     if is_all:
-        text += "\nevery step was skipped, so none was checked completely: run more steps"
+        text += "\na step that is skipped is not checked completely, so no step or few were: run more steps"
     return text
 
 

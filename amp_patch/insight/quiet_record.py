@@ -41,7 +41,8 @@ class QuietRecord:
         dtype: the short name of the 16-bit dtype.
         kept: the share of elements whose change is not lost. For collapsed values, the share that stays distinct. For
             zero gradients, the share that is not zero.
-        descent: how much of the true change is stored: <stored, true> / |true|^2. 1 is all of it, 0 is nothing.
+        descent: how much of the true change is stored, by the scalar product of both: `<stored, true> / |true|^2`. 1 is
+            all of it, 0 is nothing.
         error: the relative error (L2) of the change, or of the result of `op`, against float32.
         used: the line that uses the values, if that is another line than `site`.
         is_temporary: whether the tensor that loses an update is made and freed within a step, so no step adds to

@@ -189,7 +189,10 @@ def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> R
         case Kind.MISSING_UPDATE if empty.op.endswith("unscale_"):
             edit = f"scaler.unscale_(optimizer) of {here} before scaler.step(optimizer), and scaler.update() after it"
         case Kind.MISSING_UPDATE:
-            edit = f"scaler.update() once in each step, after the last scaler.step ({here}), and nowhere else"
+            edit = f"scaler.update() once in each step, after the last scaler.step ({here})"
+            stepped = next((call.rpartition(" ")[2] for call in misuse.earlier if call.startswith("step")), here)
+            if stepped != here:
+                edit += f"; or, if this is still the same step, leave out {here} or {stepped}"
         case Kind.UNSCALED_LOSS:
             details = ("no loss was scaled before: this GradScaler has no scale yet",)
             edit = "scaler.scale(loss).backward() in place of loss.backward()"

@@ -1,5 +1,6 @@
 """`Twins`: values in float32 beside the values that a script has computed, mostly in 16 bits."""
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -78,10 +79,8 @@ class Twins:
         key, size = id(storage), tensor.element_size()
         everything = tensor.detach().as_strided((storage.nbytes() // size,), (1,), 0)
         flat: Tensor = clone(everything.float())
-
-        def forget(_: Any) -> None:
-            self._flat.pop(key, None)
-
-        # The allocator reuses addresses, so a twin dies with the storage object of its tensor.
+        # The allocator reuses addresses, so a twin dies with the storage object of its tensor. No function in Python: a
+        # Ctrl-C during its call would be lost.
+        forget = functools.partial(self._flat.pop, key)
         self._flat[key] = weakref.ref(storage, forget), flat, size
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

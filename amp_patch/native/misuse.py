@@ -104,7 +104,7 @@ _TEXTS = {
     ),
     Kind.MISSING_UPDATE: (
         "the optimizer has stepped already since the last scaler.update()",
-        "Call scaler.update() at the end of each iteration that calls scaler.step",
+        "Call scaler.step once for each optimizer in an iteration, and scaler.update() after the last of these calls",
     ),
     Kind.UPDATE_WITHOUT_STEP: (
         "scaler.update() is called without a scaler.step since the last update",

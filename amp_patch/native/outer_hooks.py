@@ -21,21 +21,30 @@ class PausableHook:
     def __init__(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
         self._handle = handle
         self._hook = hook
+        # torch's dicts of options, such as `always_call`, that have the id of the hook
+        self._options = [options for options in handle.extra_dict_ref if handle.id in (options() or ())]
         self._is_removed = False
 
-    # One change of a dict each: an interrupt cannot leave a hook half on, and `remove` works in either state.
+    # A hook that is off leaves nothing behind: an id in a checkpoint may be the id of another hook where it is loaded.
+    # Options are there before the hook and after it: an interrupt cannot leave a hook that is half on.
 
     def pause(self) -> None:
         """Turn the hook off. Harmless twice."""
-        hooks = self._handle.hooks_dict_ref()
-        if hooks is not None:
-            hooks.pop(self._handle.id, None)
+        for dict_ref in (self._handle.hooks_dict_ref, *self._options):
+            known = dict_ref()
+            if known is not None:
+                known.pop(self._handle.id, None)
 
     def resume(self) -> None:
         """Turn the hook on, as the last one. Harmless twice."""
         hooks = self._handle.hooks_dict_ref()
-        if hooks is not None and not self._is_removed:
-            hooks[self._handle.id] = self._hook
+        if hooks is None or self._is_removed:
+            return
+        for dict_ref in self._options:
+            options = dict_ref()
+            if options is not None:
+                options[self._handle.id] = True
+        hooks[self._handle.id] = self._hook
 
     def remove(self) -> None:
         """Remove the hook for good. Harmless twice."""

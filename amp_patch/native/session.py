@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,11 @@ from .roots import find_root
 AS_IS = "as-is"
 """The `opt_level` of a session that changes nothing. A session that lays lists over torch.autocast's rules has the
 `opt_level` "autocast"."""
+
+_STEPS_BEFORE_WARNING = 3
+"""The step of an optimizer at which a script has usually called all its modules. With two optimizers, the second model
+may be called after the first step of the first, or in every other of its steps.
+"""
 
 
 def find_session() -> "NativeSession | None":
@@ -84,7 +89,8 @@ class NativeSession(Session):
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._skipped: set[int] = set()  # ids of the optimizers whose last step was skipped
         self._steps_taken = self._steps_skipped = 0
-        self._has_stepped = False
+        self._steps_by_optimizer: Counter[int] = Counter()  # by id
+        self._has_warned_of_rules = False
         # steps that are not counted yet: the id of the optimizer, and whether it was skipped
         self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()
         self._seen_low: torch.dtype | None = None
@@ -154,15 +160,27 @@ class NativeSession(Session):
         `is_skipped` may be a `found_inf` on the device (0-dim; 1.0 means skipped). Such a flag is read once it has
         reached the host.
         """
-        if not self._has_stepped:
-            # by now, the script has usually called all its modules
-            self.bindings.warn_of_unused_rules()
-        self._has_stepped = True
+        self._steps_by_optimizer[id(optimizer)] += 1
+        if self._steps_by_optimizer[id(optimizer)] == _STEPS_BEFORE_WARNING:
+            self._warn_of_unused_rules()
         if self.bindings.regions is not None:
             self.bindings.regions.mark_stale()
         outcome = HostCopy([is_skipped]) if isinstance(is_skipped, Tensor) else is_skipped
         self._uncounted.append((id(optimizer), outcome))
         self._count_steps(wait=False)
+
+    def _warn_of_unused_rules(self) -> None:
+        if not self._has_warned_of_rules:
+            self._has_warned_of_rules = True
+            self.bindings.warn_of_unused_rules()
+
+    def close(self) -> None:
+        """Undo everything. Before that, warn of unused module rules if the script has stepped too seldom so far."""
+        try:
+            if self._steps_by_optimizer:
+                self._warn_of_unused_rules()
+        finally:  # also if the script has made warnings errors
+            super().close()
 
     def _count_steps(self, *, wait: bool) -> None:
         """Count steps in order, up to the first whose `found_inf` is not on the host yet. With `wait`, wait for all."""

@@ -108,8 +108,13 @@ def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
     The sum is inf or NaN if a gradient has such a value. It can be inf for finite values, too, above 1e19.
     """
     groups = _group_values([gradient for gradient in map(get_gradient, parameters) if gradient is not None])
-    # in 16 bits, the square of a finite number may be infinite
-    return [torch.stack(foreach_norm(values, 2, dtype=torch.float32)).sum() for values in groups]
+    return [_sum_norms_of(values) for values in groups]
+
+
+def _sum_norms_of(values: list[Tensor]) -> Tensor:
+    # in 16 bits, the square of a finite number may be infinite; torch refuses to narrow float64
+    dtype = torch.promote_types(values[0].dtype, torch.float32)
+    return torch.stack(foreach_norm(values, 2, dtype=dtype)).sum().to(torch.float32)
 
 
 def _group_values(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -289,3 +289,27 @@ def test_ctrl_c_is_one_line(name, folder, monkeypatch, capsys):
     monkeypatch.setattr("amp_patch.cli.scripts._call", interrupted)
     assert main([name, "train.py"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"amp-patch {name}: interrupted"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trace", "train.py", "--fix", "mine.yaml"],
+        ["trace", "train.py", "--json", "train.py"],
+        ["tune", "train.py", "--out", "train.py"],
+        ["check", "train.py", "--write", "train.py"],
+        ["compare", "train.py", "--html", "train.py"],
+        ["trace", "train.py", "--lists", "made.yaml", "--fix", "made.yaml"],
+        ["tune", "train.py", "--extends", "made.yaml", "--out", "made.yaml"],
+    ],
+)
+def test_no_file_of_the_user_and_no_input_is_overwritten(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = {"train.py": "raise SystemExit(9)\n", "mine.yaml": "blacklist: [tanh]\n"}
+    texts["made.yaml"] = "# amp-patch trace train.py --fix made.yaml\nextends: float16\nblacklist: [tanh]\n"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and "give another name" in " ".join(capsys.readouterr().err.split())
+    assert {name: (tmp_path / name).read_text() for name in texts} == texts

@@ -90,9 +90,11 @@ RIGHT = {
     "penalty-divided": "grads = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]\n"
     f"penalty = (grads / scaler.get_scale()).norm()\n{GO}{STEP}",
     "two-tests-of-one-kind": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
-    "        scaler.unscale_(optimizer)\n    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "        scaler.unscale_(optimizer)\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
     "a-test-with-a-name": f"for i, x in enumerate(loader):\n    {GO}    last = (i + 1) % 4 == 0\n    if last:\n"
-    "        scaler.unscale_(optimizer)\n    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
+    "        scaler.unscale_(optimizer)\n"
+    "    if (i + 1) % 4 == 0:\n        scaler.step(optimizer)\n        scaler.update()\n",
     "accumulation": f"for i, x in enumerate(loader):\n    {GO}    if (i + 1) % 4 == 0:\n"
     f"        scaler.unscale_(optimizer)\n"
     f"        {CLIP}\n        scaler.step(optimizer)\n        scaler.update()\n",

@@ -5,6 +5,7 @@ Guards: insight/arming/surroundings, insight/arming/troubles, insight/arming/obs
 """
 
 import contextlib
+import io
 import math
 import threading
 import weakref
@@ -68,10 +69,11 @@ class Net(nn.Module):
 
 
 def train(way, *, bad_at=5, steps=9):
-    """Train by a level, GradScaler, plainly in float32 or in bfloat16. Return every number that may differ."""
+    """Train by a level, GradScaler, plainly in float32, float64 or bfloat16. Return every number that may differ."""
     torch.manual_seed(0)
     model = Net()
-    model.bfloat16() if way == "bfloat16" else None
+    dtype = getattr(torch, way) if way in ("float64", "bfloat16") else torch.float32
+    model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=way == "GradScaler")
     is_amp = way.startswith("O")
     if is_amp:
@@ -82,7 +84,7 @@ def train(way, *, bad_at=5, steps=9):
         model.is_bad = step == bad_at
         optimizer.zero_grad()
         for _ in range(2):
-            x = torch.randn(6, 8).to(torch.bfloat16 if way == "bfloat16" else torch.float32)
+            x = torch.randn(6, 8).to(dtype)
             with torch.autocast("cpu", torch.float16, enabled=way == "GradScaler"):
                 loss = F.cross_entropy(model(x).float(), torch.arange(6) % 4) / 2
             if is_amp:
@@ -100,7 +102,7 @@ def train(way, *, bad_at=5, steps=9):
     return [repr(number) for number in (*numbers, *weights, model.calls, *torch.rand(3).tolist())]
 
 
-@pytest.mark.parametrize("way", ["O1", "O2", "GradScaler", "float32", "bfloat16"])
+@pytest.mark.parametrize("way", ["O1", "O2", "GradScaler", "float32", "float64", "bfloat16"])
 def test_losses_weights_and_random_numbers_are_those_of_a_run_that_is_not_armed(way):
     with insight.armed(then="go", record=5) as recording:  # which samples the bad step
         armed = train(way)
@@ -408,6 +410,96 @@ def test_a_forward_pass_that_writes_weights_is_repeated_without_writing_them_aga
 
     for ours, theirs in zip(train(True), train(False), strict=True):
         assert ours.isfinite().all() and torch.equal(ours, theirs)
+
+
+class Stop(BaseException):
+    """Not an Exception, so torch calls no hook after it."""
+
+
+class Halves(nn.Module):
+    """Two layers with dropout. May raise an error between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.error = nn.Linear(8, 8), nn.Linear(8, 8), None
+
+    def forward(self, x):
+        h = F.dropout(self.first(x), 0.5, self.training)
+        if self.error is not None:
+            raise self.error
+        return self.last(h)
+
+
+def spoil(values, bad):
+    """Return values whose gradient is inf if `bad`."""
+    return (values * 0 if bad else values.square() + 1).sqrt()
+
+
+def gan(models, optimizers, x, bad):
+    fake = models[0](x)
+    models[1](fake.detach()).mean().backward()
+    optimizers[1].step()
+    optimizers[0].zero_grad()
+    spoil(models[1](fake), bad).mean().backward()
+    optimizers[0].step()
+
+
+def running_loss(models, optimizers, x, bad):
+    loss = spoil(models[0](x), bad).mean()
+    models[0].total = getattr(models[0], "total", 0) + loss
+    loss.backward()
+    optimizers[0].step()
+
+
+def caught(error):
+    def step(models, optimizers, x, bad):
+        models[0].error = error
+        with contextlib.suppress(Stop, ValueError):
+            models[0](x)
+        models[0].error = None
+        spoil(models[0](x), bad).mean().backward()
+        optimizers[0].step()
+
+    return step
+
+
+def step_in_eval_mode(models, optimizers, x, bad):
+    spoil(models[0].train()(x), bad).mean().backward()
+    models[0].eval()
+    optimizers[0].step()
+
+
+def own_gradients(models, optimizers, x, bad):
+    weights = list(models[0].parameters())
+    for weight, gradient in zip(weights, torch.autograd.grad(spoil(models[0](x), bad).mean(), weights), strict=True):
+        weight.grad = gradient
+    optimizers[0].step()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [gan, running_loss, caught(ValueError()), caught(Stop()), step_in_eval_mode, own_gradients],
+    ids=["gan", "running loss", "caught error", "caught interrupt", "step in eval mode", "own gradients"],
+)
+def test_a_bad_step_is_repeated_bit_by_bit_in_scripts_of_many_shapes(step):
+    models = [Halves(), Halves()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    with insight.armed(then="skip", record=0) as recording:
+        for number in range(6):
+            step(models, optimizers, torch.randn(4, 8), number == 5)
+    trouble, fault, *_ = recording.records
+    assert (trouble.obstacle, trouble.differences) == ("", ())
+    assert fault.phase == "backward" and fault.origin.op == "aten.sqrt"
+
+
+@pytest.mark.filterwarnings("error")
+def test_results_of_a_model_are_saved_without_a_warning():
+    model = nn.Linear(2, 2)
+    with insight.armed():
+        for _ in range(2):
+            result = model(torch.ones(1, 2))
+            torch.save(result, io.BytesIO())
+            result.sum().backward()
 
 
 @pytest.mark.parametrize("watch", [insight.recording, lambda: insight.armed(record=0)])

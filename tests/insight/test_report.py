@@ -154,7 +154,7 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
     series = [Series(name, number, each, each, each) for number, (name, each) in enumerate(values.items())]
     page = Page(draw_figure(series, "Losses.", label="loss", has_keys=True))
     styles = {attributes["data-series"]: attributes["style"] for attributes in page.of("g") if "style" in attributes}
-    assert "Losses. Dashes alternate where lines coincide: O0, O1 and O5." in page.texts
+    assert "Losses. Dashes alternate where lines coincide: O0, O1 and O5. Gaps: inf or NaN." in page.texts
     assert [text.strip() for text in page.texts if text.strip() in values and text != text.strip()] == list(values)
     assert "dash" not in styles.pop("O4")
     turns = [re.search(r"dasharray:(\d+) (\d+);stroke-dashoffset:(-?\d+)", style).groups() for style in styles.values()]
@@ -162,6 +162,38 @@ def test_lines_that_run_together_take_turns_and_others_are_whole():
     period = dashes[0] + gaps[0]
     drawn = [(place - offset) % period for offset, dash in zip(offsets, dashes, strict=True) for place in range(dash)]
     assert len(set(dashes)) == len(set(gaps)) == 1 and sorted(drawn) == list(range(period))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_caption_names_the_lines_that_are_not_drawn(value):
+    lost = [value] * 3
+    values = {"O0": [1.0, 2.0, 3.0], "O1": lost, "O2": lost, "O5": []}
+    page = Page(
+        draw_figure([Series(name, n, each, each, each) for n, (name, each) in enumerate(values.items())], "", label="")
+    )
+    drawn = [attributes["data-series"] for tag, attributes in page.elements if attributes.get("data-series")]
+    assert len(page.of("polyline")) == 1 and drawn.count("O0") == 2
+    assert " Without a line, since no value is finite: O1, O2 and O5." in page.texts
+
+
+def test_losses_that_are_nan_throughout_are_named_in_both_charts():
+    comparison = make_comparison()
+    records = [
+        replace(record, losses=(math.nan,) * 30) if isinstance(record, CurveRecord) and record.run == "O1" else record
+        for record in comparison.recording.records
+    ]
+    page = Page(make_report(Recording(comparison.recording.run, records)))
+    assert "".join(page.texts).count("Without a line, since no value is finite: O1.") == 2
+    assert "+nan" not in page.texts and "nan" in page.texts
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1.2345e-7, 4.3e9])
+def test_labels_of_an_axis_have_room(scale):
+    values = [scale * number for number in (1.0001, 1.0002, 1.0009)]
+    page = Page(draw_figure([Series("O0", 0, values, (), ())], "", label="loss"))
+    labels = [text for text in page.texts if re.fullmatch(r"[\d.e+-]+", text) and float(text) > 0.9 * scale]
+    ends = [float(attributes["x"]) for attributes in page.of("text") if attributes["class"] == "end"][: len(labels)]
+    assert len(labels) >= 2 and min(ends) >= 9 * max(map(len, labels))
 
 
 @pytest.mark.parametrize("ranged", [0, 1, 3])

@@ -1,13 +1,23 @@
 """The controls of the report work in a real browser: Debian's chromium and chromium-driver, without a window.
 
-Guards: insight/report/tables, insight/report/charts, amp_patch/insight/report/report.js.
+Guards: insight/report/tables, insight/report/charts, insight/checking/page, amp_patch/insight/report/report.js.
 """
 
+import math
+from dataclasses import replace
+
 import pytest
-from browsing import find_cut_off, find_faint, needs_a_browser, open_browser, show
+from browsing import find_cut_off, find_faint, find_split, needs_a_browser, open_browser, show
 from compared import HOSTILE, make_comparison, make_op
 
+from amp_patch.insight.checking.contract import Contract, ContractRecord, HardwareRecord, Numbers, StepsRecord
+from amp_patch.insight.checking.page import write_page
+from amp_patch.insight.checking.verdict import Verdict
 from amp_patch.insight.comparing import exponents
+from amp_patch.insight.fault_record import Cause, FaultRecord, Origin, Phase, Value
+from amp_patch.insight.recordings import Recording
+from amp_patch.insight.records import ComparedRecord, CurveRecord, RunRecord
+from amp_patch.insight.report import write_report
 
 pytestmark = needs_a_browser
 LAYERS = tuple(f"blocks.{number}.{part}" for number in range(4) for part in ("norm", "attention", "up")) + (HOSTILE,)
@@ -25,6 +35,43 @@ def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     found.save_html(path)
     return path, found
+
+
+def write_check(path):
+    """The page of a check: losses within a factor of ten, far from 1."""
+    about = ContractRecord(1, "train.py", "O1", (), False, 3, 0, "1", "2", "O1", "f16", "cpu")
+    lines = [((1.2341e-7, 1.2342e-7, 1.2349e-7), (1e-10,) * 3), ((1.2341e-7, 1.2342e-7, math.nan), (None,) * 3)]
+    contracts = [
+        Contract(about, [], [], {"a CPU": Numbers(HardwareRecord("a CPU", 1), [], [StepsRecord("loss", *line)])})
+        for line in lines
+    ]
+    write_page(path, *contracts, Verdict(notes=["loss: 1.2e-07, and not 2e-5"]), command="amp-patch check a-b.py")
+
+
+def write_lost(path):
+    """The page of a comparison of which a run is NaN throughout, and names and values have hyphens."""
+    comparison = make_comparison(layers=("layers-of-a.net-work.0.self-attention", "head"), steps=3)
+    records = list(comparison.recording.records)
+    for number, record in enumerate(records):
+        if isinstance(record, ComparedRecord) and record.run == "O1":
+            records[number] = replace(
+                record, kept=0.1, kept_worst="exp_avg_sq of layers-of-a.net-work.0.self-attention"
+            )
+        if isinstance(record, CurveRecord):
+            losses = (math.nan,) * 3 if record.run == "O1" else tuple(1.2341e-5 + 1e-8 * loss for loss in record.losses)
+            records[number] = replace(record, losses=losses)
+    write_report(Recording(comparison.recording.run, records), path)
+
+
+def write_ops(path):
+    run = RunRecord("2", "cpu", "O1", "f16", ("float16",), "0123456789abcdef", 0)
+    write_report(Recording(run, [make_op("layers-of-a.net-work.0.self-attention")]), path)
+
+
+def write_trace(path):
+    run = RunRecord("2", "cpu", "O1", "f16", ("float16",), "0123456789abcdef", 0)
+    origin = Origin(module="head", op="F.linear", rule="whitelist", entry="float16.yaml:3", site="train.py:9")
+    write_report(Recording(run, [FaultRecord(3, Phase.FORWARD, Value.INF, Cause.PRECISION, origin=origin)]), path)
 
 
 @pytest.fixture
@@ -111,6 +158,19 @@ def test_the_slider_moves_the_zones_and_their_shares(low, keys, power, page, wri
 def test_nothing_is_cut_off_or_faint(page, width, is_dark):
     show(page, width, dark=is_dark)
     assert find_cut_off(page, "main *") + find_faint(page, "main *") == []
+
+
+@pytest.mark.parametrize("write", [write_check, write_lost, write_ops, write_trace])
+def test_each_page_is_whole_and_runs_without_an_error(browser, write, tmp_path):
+    """Also where a value with a hyphen, such as 2e-05, meets the end of its line."""
+    write(tmp_path / "report.html")
+    wrong = []
+    for width in (1280, 390):
+        show(browser, width)
+        browser.get((tmp_path / "report.html").as_uri())
+        wrong += find_cut_off(browser, "main *") + find_split(browser, "main *", r"\S-(?=\S)")
+    assert browser.execute_script("return document.querySelectorAll('main h1').length") == 1
+    assert wrong == [] and browser.get_log("browser") == []
 
 
 def test_a_table_has_a_shadow_until_its_last_column_is_seen(page):

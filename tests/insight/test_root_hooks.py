@@ -72,6 +72,7 @@ def test_inside_of_a_known_model_there_are_no_more_hooks_than_without_an_armed_r
         for _ in range(3):
             trainer.step()
         assert trainer.model.hooks == before
+        assert not trainer.model._forward_hooks_always_called
         assert count_hooks() != before
         trainer.step("bad")
     check_that_the_bad_step_was_found(recording)
@@ -88,6 +89,15 @@ def test_a_model_that_calls_itself_is_one_call():
     check_that_the_bad_step_was_found(recording)
 
 
+def test_between_recorded_steps_a_model_has_no_hooks():
+    trainer = Trainer()
+    with insight.armed(record=1):
+        for _ in range(3):
+            trainer.step()
+            torch.jit.script(trainer.model.layer)  # refuses hooks that are no functions
+            assert not trainer.model._forward_hooks
+
+
 @pytest.mark.parametrize(("mode", "error"), [("fails", ValueError), ("interrupted", KeyboardInterrupt)])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_call_that_ends_early_hides_no_later_call(mode, error, steps):
@@ -100,7 +110,8 @@ def test_a_call_that_ends_early_hides_no_later_call(mode, error, steps):
         except error:
             # an emergency copy and checkpoint of the whole model
             copied = copy.deepcopy(trainer.model)
-            torch.save(trainer.model, io.BytesIO())
+            torch.save(trainer.model, file := io.BytesIO())
+            assert b"amp_patch" not in file.getvalue()  # it loads where the package is not installed
             copied.run("")
         for _ in range(3):
             trainer.step()

@@ -346,7 +346,7 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
     optimizer = torch.optim.SGD([weight for one in encoders for weight in one.parameters()], 0.1)
     with native.install(lists=path), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
+        for _ in range(3):
             with torch.autocast("cpu", torch.bfloat16):
                 outputs = [one.encode(torch.ones(1, 2)) for one in encoders]
                 assert [one.dtype for one in outputs] == [torch.float32] * 2
@@ -355,6 +355,21 @@ def test_a_rule_acts_from_the_first_call_on_and_is_missed_only_where_no_model_ha
             optimizer.step()
     told = [str(one.message) for one in caught]
     assert len(told) == 1 and "'x' matches no module" in told[0]
+
+
+def test_a_rule_for_a_model_that_is_called_after_the_first_steps_is_not_missed(tmp_path: Path) -> None:
+    path = write_list(tmp_path, "modules: [{match: image, run: float32}]")
+    critic, actor = Encoder("text"), Encoder("image")
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (critic, actor)]
+    with warnings.catch_warnings(), native.install(lists=path):
+        warnings.simplefilter("error")
+        for step in range(4):
+            for model, optimizer in zip((critic, actor) if step % 2 else (critic,), optimizers, strict=False):
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model.encode(torch.ones(1, 2))
+                output.sum().backward()
+                optimizer.step()
+    assert output.dtype is torch.float32
 
 
 @pytest.mark.parametrize("match", ["text", "text.0"])

@@ -41,11 +41,13 @@ const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(elemen
 const isIn = (element) => element && (scrolls(element) || isIn(element.parentElement));
 for (const element of document.querySelectorAll(arguments[0])) {
   const name = `${element.tagName} ${element.textContent.trim().slice(0, 50)}`, style = getComputedStyle(element);
+  const { left, right } = element.getBoundingClientRect();
+  if (element.matches("svg text") && (left < 0 || right > width)) cut.push(`${name}: from ${left} to ${right}`);
   if (!element.clientWidth || element.closest("svg") || style.visibility === "hidden") continue;
   const isWide = element.scrollWidth > element.clientWidth + 1;
   if (isWide && ["hidden", "clip"].includes(style.overflowX)) cut.push(`${name}: hidden`);
   if (isWide && arguments[1] && element.matches(arguments[1])) cut.push(`${name}: scrolls`);
-  if (element.getBoundingClientRect().right > width + 1 && !isIn(element)) cut.push(`${name}: outside`);
+  if (right > width + 1 && !isIn(element)) cut.push(`${name}: outside`);
 }
 return cut;
 """
@@ -57,6 +59,36 @@ def find_cut_off(browser, elements, whole=""):
     `whole` are those that may not scroll either.
     """
     return browser.execute_script(_FIND_CUT_OFF, elements, whole)
+
+
+_FIND_SPLIT = """
+const split = [], range = document.createRange(), pattern = new RegExp(arguments[1], "gi");
+const top = (node, place) => {
+  range.setStart(node, place);
+  range.setEnd(node, place + 1);
+  return range.getBoundingClientRect();
+};
+for (const element of document.querySelectorAll(arguments[0])) {
+  for (const node of element.childNodes) {
+    if (node.nodeType !== Node.TEXT_NODE) continue;
+    for (const found of node.data.matchAll(pattern)) {
+      const end = found.index + found[0].length;
+      const [last, first] = [top(node, end - 1), top(node, end)];
+      if (last.height && first.height && first.top >= last.bottom)
+        split.push(`${element.tagName} ${node.data.slice(found.index, end)}|${node.data.slice(end, end + 20)}`);
+    }
+  }
+}
+return split;
+"""
+
+
+def find_split(browser, elements, before):
+    """Where texts of the elements (CSS) break directly after what `before` matches, a regular expression of JavaScript.
+
+    The character after it has to be in the same text.
+    """
+    return browser.execute_script(_FIND_SPLIT, elements, before)
 
 
 _FIND_FAINT = """

@@ -9,11 +9,13 @@ Guards: README.md, docs/*, lists/README.md, tools/generate_cli_page.py, tools/dr
 import ast
 import doctest
 import importlib.util
+import inspect
 import re
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import amp_patch as amp
@@ -72,6 +74,23 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert languages == {"console", "diff", "pycon", "python", "sh", "text", "yaml"}
     assert all(text.count("```") == 2 * len(BLOCKS[page]) for page, text in PAGES.items())
     assert len(PYTHON) >= 14 and {"my_presets.yaml", "my_lists.yaml", "my_modules.yaml"} <= FILES.keys()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NEIGHBOURS])
+def test_every_block_of_code_has_a_fence_and_a_language(page):
+    text = PAGES[page] if page in PAGES else (ROOT / page).read_text()
+    without = BLOCK.sub("", text)
+    chunks = without.split("\n\n")
+    after = [before for before, chunk in zip(chunks, chunks[1:], strict=False) if chunk.startswith("    ")]
+    assert "\n```" not in without
+    assert [before for before in after if not re.match(r" *([*-]|\d+\.) ", before)] == []
+
+
+@pytest.mark.parametrize("name", [*amp.__all__, *insight.__all__])
+def test_every_attribute_has_an_entry_of_its_own(name):
+    described = getattr(amp, name, None) or getattr(insight, name)
+    attributes = (described.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^ +(\w+, [\w, ]+):", attributes, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("code, page", PYTHON)
@@ -221,19 +240,24 @@ def test_what_is_generated_is_current(tool, page, make):
 def messages():
     """Every string constant of the package, with `...` in the place of what is filled in."""
     for path in (ROOT / "amp_patch").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield re.sub(r"%[sd]", "...", node.value)
+        yield from constants(ast.parse(path.read_text()))
+
+
+def constants(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[sd]", "...", node.value)
 
 
 def test_messages_that_are_explained_are_those_of_the_package():
+    """Or those of torch's GradScaler."""
     page = PAGES["troubleshooting.md"]
     of_torch = page.partition("## Exceptions of torch")[2].partition("\n## ")[0]
     own = page.replace(of_torch, "")
     quoted = re.findall(r"^### `(.*)`$", own, re.MULTILINE)
-    said = "\n".join(messages())
+    said = "\n".join([*messages(), *constants(ast.parse(inspect.getsource(torch.amp.grad_scaler)))])
     assert len(quoted) > 20 and [text for text in quoted if text not in said] == []
 
 

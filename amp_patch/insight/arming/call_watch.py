@@ -79,6 +79,7 @@ class CallWatch:
         self._root_hooks = RootHooks(self._enter, self._leave)
         self._undo = UndoStack()
         self.is_paused = False
+        self.before_next_call: Callable[[], None] | None = None  # called once, when a model is called next
 
     def start(self) -> None:
         """Watch from now on."""
@@ -107,6 +108,7 @@ class CallWatch:
         self._undo.close()
         self._models.clear()
         self._tape.clear()
+        self.before_next_call = None
 
     def end_step(self) -> None:
         """End a step: the next call is of the next step."""
@@ -114,7 +116,7 @@ class CallWatch:
         self._states.clear()
         # torch calls no hook of a module that a KeyboardInterrupt has ended
         self._local.root = None
-        self._root_hooks.end()
+        self._root_hooks.end_step()
         self.leave()
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
@@ -129,7 +131,11 @@ class CallWatch:
         if local.root is None:
             self._note_entry(module, args, sys._getframe(1))
         elif local.root is module:
-            local.depth += 1
+            if [called for called, _ in calls_under_way()].count(module) > 1:
+                local.depth += 1
+            else:  # torch calls no hook after an error that is no Exception: its call has ended, too
+                self._root_hooks.end()
+                self._note_entry(module, args, sys._getframe(1))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of all modules, also after an exception."""
@@ -145,6 +151,7 @@ class CallWatch:
         """Note that an outermost module is called. `frame` is torch's frame of the call."""
         local = self._local
         local.root, local.depth = module, 1
+        self._root_hooks.note_thread()
         if not self.is_paused and not is_replica(module) and get_backward_id() == -1:
             session = self._get_session()
             if session is not None and not compiling.is_traced():
@@ -163,7 +170,11 @@ class CallWatch:
 
     def _begin_call(self, session: Session, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leave()
-        call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session))
+        if self.before_next_call is not None:
+            self.before_next_call()
+            self.before_next_call = None
+        call = Call(Kind.MODEL, model, find_caller(), read_surroundings(session), has_raised=True)
+        call.is_training = model.training
         call.random = RandomState(session.device_type, has_python=False)
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
             call.obstacle = "an argument of the model is a generator, which its call has used up"
@@ -173,6 +184,7 @@ class CallWatch:
         self._local.call = call
 
     def _end_call(self, call: Call, output: Any) -> None:
+        call.has_raised = output is None and sys.exception() is not None
         self._tape.note_results(call, tensors_of(output))
         call.states = self._find_modules(call.function).compare(self._states.pop(id(call), []))
         if not self.is_paused:
@@ -250,7 +262,7 @@ class CallWatch:
             self._tape.note_alias(results[0], first)
             return
         # A tensor that no call on the tape has made is held itself, and has been changed already.
-        if traits.changes_first and (first is None or not self._tape.is_known(first)):
+        if traits.changes_first and (first is None or self._tape.find_maker(first) is None):
             return
         if first is None and not tensors_of((args, kwargs)):
             return  # it has made a new tensor from numbers: the tape holds this tensor itself

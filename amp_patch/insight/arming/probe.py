@@ -190,8 +190,8 @@ class Armed(Probe):
             if self._sampler is not None:
                 self._sampler.end_step(self._count)
             self._count += 1
-            if self._sampler is not None:
-                self._sampler.begin_step(self._count)
+            if self._sampler is not None:  # not yet, because the script may copy or script its models between steps
+                self._watch.before_next_call = functools.partial(self._sampler.begin_step, self._count)
 
     def misused(self, misuse: Any) -> None:
         """Record a wrong use of GradScaler or autocast."""

@@ -77,12 +77,15 @@ class Replay:
         if replayed.obstacle:
             return replayed
         optimizers = [*self._session.optimizers(), *([] if optimizer is None else [optimizer])]
+        assigned = self._find_assigned()
         with _kept(self._session, [*models.values(), *self._session.models()], optimizers):
             begin()
             renormed = {id(weight) for model in models.values() for weight in _find_renormed(model.modules())}
             kept = [(weight, read_version(weight)) for weight in self._holders() if id(weight) not in renormed]
             try:
                 self._repeat_all()
+                for holder, made in assigned:
+                    holder.grad = self._find(made).detach()
             except Exception as error:
                 replayed.obstacle = f"its repetition ended with {type(error).__name__}: {error}".partition("\n")[0]
             if any(read_version(weight) != version for weight, version in kept):
@@ -102,6 +105,12 @@ class Replay:
                 return call.obstacle
         return next(filter(None, map(find_obstacle, models)), "")
 
+    def _find_assigned(self) -> list[tuple[Tensor, Made]]:
+        """Return the gradients that the script has assigned itself, such as results of `torch.autograd.grad`."""
+        gradients = [(holder, holder.grad) for holder in self._holders() if holder.grad is not None]
+        makers = [(holder, self._tape.find_maker(gradient)) for holder, gradient in gradients]
+        return [(holder, made) for holder, made in makers if made is not None]
+
     def _repeat_all(self) -> None:
         losses = 0
         for call in self._tape.calls:
@@ -113,6 +122,8 @@ class Replay:
                 self._replayed.micro_batch = losses - 1 if is_of_last else losses
 
     def _repeat(self, call: Call) -> None:
+        if call.has_raised:  # the script has caught its error
+            return
         if call.random is not None:
             call.random.restore()
         with self._tracer.looking_away():
@@ -127,6 +138,8 @@ class Replay:
                 self._go_backward(call, args, kwargs)
                 return
             is_model = call.kind is Kind.MODEL
+            if is_model and call.function.training is not call.is_training:
+                call.function.train(call.is_training)
             function = unwrap_parallel(call.function) if is_model else self._find_patched(call.function)
             result = repeat(call.caller, function, args, kwargs)
         results = tensors_of(result)
@@ -155,7 +168,6 @@ class Replay:
             return tensor
         # the graph of the tensor is gone, or the repetition would use it up: cut the tensor from it
         if id(tensor) not in self._cut:
-            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
             self._cut[id(tensor)] = tensor.detach().requires_grad_()
         return self._cut[id(tensor)]
 
@@ -192,9 +204,15 @@ class Replay:
         models = [known for known in self._tape.calls if known.kind is Kind.MODEL]
         passed_on = {id(source) for known in models for source in known.sources}
         # a result that is an input of another model gets its gradient from the backward pass of that model
-        arrived = [(self._find(made), gradient) for made, gradient in call.arrived if id(made.call) not in passed_on]
+        arrived = [
+            (self._find(made), gradient)
+            for made, gradient in call.arrived
+            if id(made.call) in self._results and id(made.call) not in passed_on
+        ]
         if arrived:
             args, kwargs = ([result for result, _ in arrived], [gradient for _, gradient in arrived]), {}
+        if call.is_cut:
+            self._note("its loss was made by code that cannot be followed, between the models and the backward pass")
         backward = inspect.unwrap(torch.autograd.backward)
         repeat(call.caller, backward, args, kwargs)
         pairs = [pair for pairs in self._pairs_with_masters() for pair in pairs]

@@ -55,13 +55,16 @@ class RootHooks:
         """Return whether a root runs with hooks of its own."""
         return root is self._root
 
+    def note_thread(self) -> None:
+        """Note that this thread calls a model."""
+        self._threads.add(threading.get_ident())
+
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off, and those of the root on, for the call of a root that has begun.
 
         Do nothing if that could hide a call in another thread, or make torch.compile compile again what it has compiled
         with global hooks.
         """
-        self._threads.add(threading.get_ident())
         if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
             self._turn_stale_off()
             return
@@ -85,6 +88,11 @@ class RootHooks:
         self._stale = root
         if sys.exception() is None:  # otherwise torch may be in a loop over the hooks of the root
             self._turn_stale_off()
+
+    def end_step(self) -> None:
+        """End a step: no call of a root is under way any more."""
+        self.end()
+        self._turn_stale_off()
 
     def remove(self) -> None:
         """Remove the hooks of all roots, and turn the global hooks on."""

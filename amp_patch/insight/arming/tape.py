@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import unserializable_hook
 
 from ...casting import cast_tree
 from ..sites import Caller
@@ -48,12 +49,16 @@ class Call:
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
+        graph_sources: the sources whose results have a graph, through which a backward pass goes.
+        is_cut: whether an argument, or an argument of a source, has a graph from code whose calls are not on the tape.
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
         scale: for a loss, a function that returns the loss scale.
         arrived: for a backward pass through code whose calls are not on the tape: the results of models, each with the
             gradient that it got.
         obstacle: why the call cannot be repeated; "" if it can be.
+        has_raised: whether a call of a model has raised an error. True until the call has ended.
+        is_training: the mode of a model, which the script may change after the call.
     """
 
     kind: Kind
@@ -67,11 +72,15 @@ class Call:
     changes_first: bool = False
     is_kept: bool = False
     sources: "list[Call]" = field(default_factory=list)
+    graph_sources: "list[Call]" = field(default_factory=list)
+    is_cut: bool = False
     made: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
     loss: "Given | None" = None
     scale: Callable[[], float] | None = None
     arrived: "list[tuple[Made, Tensor]]" = field(default_factory=list)
     obstacle: str = ""
+    has_raised: bool = False
+    is_training: bool = True
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -97,14 +106,16 @@ class Given:
 class Tape:
     """The calls of a step, in order.
 
-    They stay after the step, until the next call: another optimizer may step with gradients of the same calls.
+    They stay after the step, until the next call: another optimizer may step with gradients of the same calls. Even
+    then, calls are set aside whose results may still go backward. They come back if a call of a later step uses them: a
+    GAN calls its generator once, for the steps of both optimizers.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.is_over = False  # an optimizer has stepped since the last of these calls
         self.is_too_long = False
-        self.is_cut = False  # a tensor with a graph came from code whose calls are not on the tape
+        self._unused: dict[int, Call] = {}  # by id: earlier calls whose results may still go backward
         self._makers: dict[int, tuple[weakref.ref[Tensor], Made | Given]] = {}  # by id of the tensor
         self._next_pruning = _FIRST_PRUNING
 
@@ -115,9 +126,28 @@ class Tape:
     def clear(self) -> None:
         """Forget all calls."""
         self.calls.clear()
+        self._unused.clear()
         self._makers.clear()
-        self.is_over = self.is_too_long = self.is_cut = False
+        self.is_over = self.is_too_long = False
         self._next_pruning = _FIRST_PRUNING
+
+    def _begin_next(self) -> None:
+        """Forget the calls of the last step, but set aside those whose results may still go backward."""
+        unused = _find_unused([*self._unused.values(), *self.calls])
+        makers = self._makers.copy()
+        self.clear()
+        self._unused = unused
+        for key, (reference, named) in makers.items():
+            if isinstance(named, Made) and id(named.call) in unused:
+                self._makers[key] = reference, named
+
+    def _bring_back(self, call: Call) -> None:
+        """Write an earlier call that was set aside, after the calls that made its arguments."""
+        if self._unused.pop(id(call), None) is None:
+            return
+        for source in call.sources:
+            self._bring_back(source)
+        self.calls.append(call)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +157,7 @@ class Tape:
         A step that is too long gets no further calls.
         """
         if self.is_over:
-            self.clear()
+            self._begin_next()
         call.args = tuple([self._name_in(call, value) for value in args])
         if kwargs:
             call.kwargs = {name: self._name_in(call, value) for name, value in kwargs.items()}
@@ -149,7 +179,8 @@ class Tape:
             made = Made(call, position, tensor.requires_grad)
             self._makers[id(tensor)] = reference, made
             if call.kind is Kind.MODEL and has_graph(tensor):
-                tensor.register_hook(functools.partial(self.note_gradient, made))
+                # torch.save warns of hooks that it leaves out, unless they are marked
+                tensor.register_hook(unserializable_hook(functools.partial(self.note_gradient, made)))
 
     def note_alias(self, tensor: Tensor, source: Tensor) -> None:
         """Note that `tensor` is a copy of `source` that amp has cast. A repeated step casts `source` again."""
@@ -158,9 +189,10 @@ class Tape:
         named = self._find(source) or Given(source, read_version(source))
         self._makers[id(tensor)] = weakref.ref(tensor), named
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Return whether a call on the tape has made a tensor."""
-        return isinstance(self._find(tensor), Made)
+    def find_maker(self, tensor: Tensor) -> Made | None:
+        """Return which call on the tape has made a tensor; None if none has."""
+        known = self._find(tensor)
+        return known if isinstance(known, Made) else None
 
     def _find(self, tensor: Tensor) -> Made | Given | None:
         known = self._makers.get(id(tensor))
@@ -182,15 +214,19 @@ class Tape:
     def _name(self, call: Call, tensor: Tensor) -> "Made | Given":
         known = self._find(tensor)
         if isinstance(known, Made):
+            self._bring_back(known.call)
             call.sources.append(known.call)
+            if known.has_graph:
+                call.graph_sources.append(known.call)
+                call.is_cut |= known.call.is_cut
         elif has_graph(tensor):
-            self.is_cut = True
+            call.is_cut = True
         return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
         """Keep the gradient of a model's result, if code whose calls are not on the tape took part. A tensor hook."""
         last = self.calls[-1] if self.calls else None
-        if self.is_cut and last is not None and last.kind is Kind.BACKWARD:
+        if last is not None and last.kind is Kind.BACKWARD and last.is_cut:
             last.arrived.append((made, gradient.detach()))
 
     # ---- forgetting --------------------------------------------------------------------------------------------------
@@ -210,6 +246,38 @@ class Tape:
             self.is_too_long = True
             self.calls.clear()
             self._makers.clear()
+
+
+def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
+    """Return the calls with a graph through which no backward pass has gone, and the calls that these depend on, by id.
+
+    Calls whose results are gone are left out.
+    """
+    live = {id(call) for call in calls if call.made and not call.has_raised and any(_has_live_graph(call))}
+    if not live:
+        return {}
+    used: set[int] = set()
+    for call in reversed(calls):
+        # the third and the fourth argument of `backward` are `retain_graph` and `create_graph`
+        if id(call) in used or (call.kind is Kind.BACKWARD and not any(call.args[2:4])):
+            used.update(map(id, call.graph_sources))
+    unused: set[int] = set()
+    for call in calls:
+        if not used.isdisjoint(map(id, call.graph_sources)):
+            used.add(id(call))
+        elif id(call) in live and id(call) not in used:
+            unused.add(id(call))
+    for call in reversed(calls):
+        if id(call) in unused:
+            unused.update(map(id, call.sources))
+    return {id(call): call for call in calls if id(call) in unused}
+
+
+def _has_live_graph(call: Call) -> Iterator[bool]:
+    """Yield for each result whether it is alive and has a graph."""
+    for reference, _ in call.made:
+        tensor = reference()
+        yield tensor is not None and has_graph(tensor)
 
 
 def has_graph(tensor: Tensor) -> bool:

@@ -65,7 +65,8 @@ def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
     for curve in promised.curves:
         curve_now = measured.curve(curve.name)
         if curve_now is not None and curve.values and curve.name != "skipped":
-            caption = f"The {curve.name} of each step: promised, with its band, and now."
+            band = ", with its band," if any(curve.bands) else ""
+            caption = f"The {curve.name} of each step: promised{band} and now."
             figures.append(
                 draw_figure([_band_of(curve), _line_of(curve_now)], caption, label=curve.name, has_keys=True)
             )

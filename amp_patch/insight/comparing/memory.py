@@ -67,6 +67,8 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known: dict[int, weakref.ref[Any]] = {}  # the living storages, by id
+        self._sizes: dict[weakref.ref[Any], tuple[int, int]] = {}  # the id of each storage, and its bytes
+        self._freed: list[weakref.ref[Any]] = []  # the storages that were freed since the last op
         self._in_use = self.peak = 0  # bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,6 +78,10 @@ class _Counting(TorchDispatchMode):
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of plain CPU tensors that were not counted before."""
+        while self._freed:
+            key, size = self._sizes.pop(self._freed.pop())
+            del self._known[key]
+            self._in_use -= size
         for tensor in tensors:
             if type(tensor) not in PLAIN_CLASSES or tensor.layout is not torch.strided or not tensor.is_cpu:
                 continue
@@ -85,11 +91,9 @@ class _Counting(TorchDispatchMode):
         self.peak = max(self.peak, self._in_use)
 
     def _add(self, storage: Any, key: int, size: int) -> None:
-        def forget(_: Any) -> None:
-            del self._known[key]
-            self._in_use -= size
-
-        self._known[key] = weakref.ref(storage, forget)
+        # a method of list, and no function in Python: a Ctrl-C during its call would be lost
+        reference = weakref.ref(storage, self._freed.append)
+        self._known[key], self._sizes[reference] = reference, (key, size)
         self._in_use += size
 
 

@@ -1,5 +1,6 @@
 """Formats a comparison as text: a verdict for each run, the table of all runs, and notes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -123,6 +124,8 @@ def _show(value: float | None, form: str) -> str:
     """Return a number as text, or a dash for None."""
     if value is None:
         return "-"
+    if math.isnan(value):  # which has no sign
+        return "nan"
     return format(value, form)
 
 

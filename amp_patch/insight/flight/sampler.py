@@ -40,7 +40,7 @@ class _OutputHook(OwnedHook):
         self._row = row
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if compiling.is_compiling():  # compiled code would keep the hook
+        if compiling.is_traced():  # traced code would keep what the hook does
             return
         sampler = self.owner()
         if sampler is not None:

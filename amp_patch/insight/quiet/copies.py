@@ -3,6 +3,7 @@
 torch.autocast keeps such copies until its region ends.
 """
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -86,10 +87,8 @@ class CopyWatch:
             return
         storage = copy.untyped_storage()
         key = id(storage)
-
-        def forget(_: Any) -> None:
-            self._copies.pop(key, None)
-
+        # no function in Python: a Ctrl-C during its call would be lost
+        forget = functools.partial(self._copies.pop, key)
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 
     def _check(self, op: Op, tensor: Tensor) -> None:

@@ -1,17 +1,21 @@
 """The charts of the page as inline SVG: curves over steps, and a histogram of gradients with movable zones."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..comparing.exponents import FORMATS, find_shares
 from ..records import CLASSES, GradientRecord
 from .marks import draw_key, draw_mark, interpolate, place_marks
-from .markup import Markup, element, join
+from .markup import Markup, element, join, keep_words
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
+"""The pixels around the area of a chart. On the left, there are more if a label is long."""
 LINE_WIDTH, DASH = 2, 14
+DIGIT, LABEL_GAP = 9.6, 5
+"""The width of a digit in the larger type of a narrow screen, and the pixels between a label and its axis."""
 
 
 class Series(NamedTuple):
@@ -62,9 +66,9 @@ def draw_figure(
     together = [_join_names([series[order].name for order in group]) for group in groups if len(group) > 1]
     if together:
         caption += f" Dashes alternate where lines coincide: {'; '.join(together)}."
-    parts = [drawing, element("figcaption", caption)]
+    parts = [drawing, element("figcaption", keep_words(caption + _tell_gaps(series)))]
     if has_keys:
-        keys = (element("span", draw_key(line.colour), f" {line.name}") for line in series)
+        keys = (element("span", draw_key(line.colour), " ", keep_words(line.name)) for line in series)
         parts.insert(0, element("p", *keys, class_="keys"))
     return element("figure", *parts)
 
@@ -107,13 +111,32 @@ def _group(tracks: Sequence[Sequence[float]]) -> list[list[int]]:
 
 
 def _join_names(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+def _tell_gaps(series: Sequence[Series]) -> str:
+    """Return the sentences on lines with gaps, and on lines that are gaps throughout; "" without such lines."""
+    gaps = [[not math.isfinite(value) for value in line.values] for line in series]
+    missing = [line.name for line, line_gaps in zip(series, gaps, strict=True) if all(line_gaps)]
+    text = ""
+    if any(any(line_gaps) and not all(line_gaps) for line_gaps in gaps):
+        text += " Gaps: inf or NaN."
+    if missing:
+        text += f" Without a line, since no value is finite: {_join_names(missing)}."
+    return text
+
+
 def _run_together(left: Sequence[float], right: Sequence[float]) -> bool:
-    """Return whether one of two lines hides the other everywhere, from their heights in pixels."""
-    pairs = list(zip(left, right, strict=False))
-    return len(left) == len(right) and all(
+    """Return whether one of two lines hides the other everywhere, from their heights in pixels.
+
+    A line that is a gap throughout hides nothing.
+    """
+    if len(left) != len(right) or not any(map(math.isfinite, left)):
+        return False
+    pairs = zip(left, right, strict=True)
+    return all(
         abs(y - y_of_right) < LINE_WIDTH or (math.isnan(y) and math.isnan(y_of_right)) for y, y_of_right in pairs
     )
 
@@ -152,17 +175,17 @@ class _Axes:
     """The axes of a chart: maps steps and values to pixels."""
 
     def __init__(self, numbers: Sequence[int], low: float, high: float, ticks: Sequence[tuple[float, Markup]]) -> None:
+        if len(ticks) > 7:
+            ticks = ticks[::2]
         self._steps, self._low, self._high, self._ticks = numbers, low, high, ticks
+        self._left = max(LEFT, math.ceil(LABEL_GAP + DIGIT * max(_count_letters(label) for _, label in ticks)))
 
     def grid(self) -> Iterable[Markup]:
         """Return grid lines and labels."""
-        ticks = self._ticks
-        if len(ticks) > 7:
-            ticks = ticks[::2]
-        for value, name in ticks:
+        for value, name in self._ticks:
             y = self._y(value)
-            yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
-            yield element("text", name, x=LEFT - 5, y=y + 4, class_="end")
+            yield element("line", x1=self._left, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
+            yield element("text", name, x=self._left - LABEL_GAP, y=y + 4, class_="end")
         for index in _find_labels(self._steps):
             label = str(self._steps[index])
             yield element("text", label, x=self._x(index), y=HEIGHT - BOTTOM + 16, class_="mid")
@@ -200,7 +223,7 @@ class _Axes:
         if _has_range(series):
             ends = [self._points(series.low), self._points(series.high)]
         parts: list[Markup] = []
-        for x, y in place_marks(points, order, count, (LEFT, WIDTH - RIGHT)):
+        for x, y in place_marks(points, order, count, (self._left, WIDTH - RIGHT)):
             heights = [interpolate(end, x) for end in ends]
             if heights and all(map(math.isfinite, heights)):
                 bottom, top = heights
@@ -224,7 +247,7 @@ class _Axes:
         return element("polygon", element("title", title), points=" ".join(up + down), class_=style)
 
     def _x(self, step: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, len(self._steps) - 1)
+        return self._left + (WIDTH - self._left - RIGHT) * step / max(1, len(self._steps) - 1)
 
     def _y(self, value: float) -> float:
         power = self._low
@@ -232,6 +255,10 @@ class _Axes:
             power = math.log10(value)
         part = (min(max(power, self._low), self._high) - self._low) / (self._high - self._low)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * part
+
+
+def _count_letters(label: Markup) -> int:
+    return len(re.sub("<[^>]*>", "", label))
 
 
 def _power_of_ten(power: int) -> Markup:

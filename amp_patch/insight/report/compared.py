@@ -58,20 +58,25 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
     smoothed = ""
     if width > 1:
         smoothed = f", mean of {width} steps"
+    ticks = ""
+    if any(line.skipped for line in losses):
+        ticks = " Ticks: skipped steps."
+    of_difference = f"Size of the difference from {reference}{smoothed}."
+    if any(map(math.isfinite, noise)):
+        of_difference += " Grey: the difference that weights off by one unit in the last place make."
     return element(
         "section",
         element("h2", "Losses"),
-        _legend(rows, colours),
+        _legend([row for row in rows if summary.curves(row.name)], colours),
         element(
             "div",
             draw_figure(
                 differences,
-                f"Size of the difference from {reference}{smoothed}. Grey: the difference that weights"
-                " off by one unit in the last place make. Ticks: skipped steps.",
+                of_difference + ticks,
                 label=f"difference of the loss from {reference}",
                 noise=noise,
             ),
-            draw_figure(losses, f"Training loss{smoothed}.", label="training loss"),
+            draw_figure(losses, f"Training loss{smoothed}.{ticks}", label="training loss"),
             class_="pair",
         ),
     )
@@ -91,7 +96,7 @@ def _legend(rows: Sequence[Row], colours: dict[str, int]) -> Markup:
         element(
             "button",
             draw_key(colours[row.name]),
-            row.name,
+            keep_words(row.name),
             type="button",
             aria_pressed="true",
             data_run=row.name,
@@ -129,7 +134,9 @@ def _bars(values: dict[str, float], colours: dict[str, int], title: str) -> Mark
         if value >= 1000:
             text = f"{value:,.0f}"
         lines.append(
-            element("div", element("span", name), element("span", fill, class_="track"), element("span", text))
+            element(
+                "div", element("span", keep_words(name)), element("span", fill, class_="track"), element("span", text)
+            )
         )
     if not lines:
         lines.append(element("p", "not measured"))
@@ -151,9 +158,11 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element("h2", "Gradients"),
         element(
             "p",
-            f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that are"
-            f" not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: their values in"
-            " the dtype once they are multiplied by the loss scale.",
+            keep_words(
+                f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that"
+                f" are not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: their values in"
+                " the dtype once they are multiplied by the loss scale."
+            ),
         ),
         element("div", *_controls(power), class_="controls"),
         element("output", tell_shares(record, low, power), id="shares", for_="scale low", aria_live="polite"),
@@ -221,9 +230,11 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element("h2", "Layers"),
         element(
             "p",
-            f"Relative error against {summary.about.reference} in the first step from equal weights, of the output"
-            " of a layer (out) and of the gradient of its weights (grad). First come layers with an op that adds"
-            " much error.",
+            keep_words(
+                f"Relative error against {summary.about.reference} in the first step from equal weights, of the output"
+                " of a layer (out) and of the gradient of its weights (grad). First come layers with an op that adds"
+                " much error."
+            ),
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),
     )

@@ -8,7 +8,7 @@ from ..flight_record import FlightKind, FlightRecord
 from ..recordings import Recording
 from ..short_dtypes import spell_out
 from .charts import Series, draw_figure
-from .markup import Markup, element
+from .markup import Markup, element, keep_words
 
 MOST_CHARTS = 12
 """The most charts of values that have grown. The other samples are in the data of the page."""
@@ -29,8 +29,8 @@ def make_flight(recording: Recording) -> Iterator[Markup]:
     yield element(
         "section",
         element("h2", "Flight recorder"),
-        element("p", title.capitalize()),
-        element("ul", *(element("li", line.strip()) for line in lines)) if lines else Markup(""),
+        element("p", keep_words(title.capitalize())),
+        element("ul", *(element("li", keep_words(line.strip())) for line in lines)) if lines else Markup(""),
         element("div", *charts, class_="pair"),
     )
 
@@ -56,10 +56,7 @@ def _draw_scale(record: FlightRecord) -> Markup:
 
 
 def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:
-    label = caption
-    if not all(map(math.isfinite, record.largest)):
-        caption += " Gaps: inf or NaN."
-    return draw_figure(drawn, caption, label=label, steps=record.steps, has_keys=len(drawn) > 1)
+    return draw_figure(drawn, caption, label=caption, steps=record.steps, has_keys=len(drawn) > 1)
 
 
 def _make_series(colour: int, name: str, values: Sequence[float]) -> Series:

@@ -9,6 +9,7 @@ VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
 """Elements that have no end tag if they have no children: VOID of HTML, VOID_DRAWN of SVG."""
 
 _HYPHENATED = re.compile(r"(\S*-\S*)")
+_JOINT = re.compile(r"(?<=\D\.)(?=\S)|(?<=\.)(?=[^\s\d])")  # after a dot that is not in a number
 
 
 class Markup(str):
@@ -50,7 +51,7 @@ def join(children: Iterable[str]) -> Markup:
 
 
 def keep_words(text: str) -> Markup:
-    """Return text in which a browser breaks no line inside a word with a hyphen, such as `--json` or `->`.
+    """Return text in which a browser breaks no line inside a word with a hyphen, such as `--json` or `2e-05`.
 
     The hyphen for this purpose, U+2011, would spoil commands that readers copy.
     """
@@ -59,9 +60,8 @@ def keep_words(text: str) -> Markup:
     return join(parts)
 
 
-def break_name(name: str) -> Markup:
-    """Return the name of a module as text in which a browser may break the line after each dot."""
-    parts: list[str] = []
-    for part in name.split("."):
-        parts += [".", element("wbr"), part] if parts else [part]
-    return join(parts)
+def break_names(text: str) -> Markup:
+    """Return text in which a browser may break the line after each dot of a name, and keeps the parts of names, and
+    numbers, as `keep_words`.
+    """
+    return Markup(element("wbr").join(map(keep_words, _JOINT.split(text))))

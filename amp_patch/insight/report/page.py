@@ -113,7 +113,7 @@ def _comparison_header(summary: Summary, command: str) -> Markup:
 
 
 def _describe(terms: list[tuple[str, str]]) -> Markup:
-    pairs = [(element("dt", term), element("dd", keep_words(text))) for term, text in terms if text]
+    pairs = [(element("dt", keep_words(term)), element("dd", keep_words(text))) for term, text in terms if text]
     return element("dl", *(element("div", *pair) for pair in pairs))
 
 

@@ -61,7 +61,8 @@
     });
   }
 
-  const lines = byId("records").textContent.trim().split("\n");
+  const records = byId("records"); // a check has none, and no histogram
+  const lines = records ? records.textContent.trim().split("\n") : [];
 
   // zones of the histogram, as comparing/exponents.py and report/charts.py have them
   const FORMATS = { f16: [-25, -14, 15, 3], bf16: [-134, -126, 127, 2] };
@@ -81,9 +82,9 @@
   };
   const histogram = byId("histogram");
   if (histogram) {
-    const records = lines.map((line) => JSON.parse(line));
-    const { reference } = records.find((record) => record.kind === "comparison");
-    const record = records.find((one) => one.kind === "gradients" && one.run === reference);
+    const parsed = lines.map((line) => JSON.parse(line));
+    const { reference } = parsed.find((record) => record.kind === "comparison");
+    const record = parsed.find((one) => one.kind === "gradients" && one.run === reference);
     const [first, last, left, width] = ["first", "last", "left", "width"].map((name) => Number(histogram.dataset[name]));
     const update = () => {
       const power = Number(byId("scale").value), low = byId("low").value, [zeroAt, normal, top] = FORMATS[low];
@@ -104,7 +105,7 @@
     update();
   }
 
-  byId("download").addEventListener("click", () => {
+  byId("download")?.addEventListener("click", () => {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "application/x-ndjson" }));
     link.download = "records.jsonl";

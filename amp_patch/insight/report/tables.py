@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .markup import Markup, break_name, element, join
+from .markup import Markup, break_names, element, join
 
 _LONG = 24
 """The characters of a text that has a line of its own. A longer text breaks into several."""
@@ -66,7 +66,7 @@ def _draw_cell(cell: Cell, *, is_first: bool, is_left: bool) -> Markup:
         styles.append("l")
     text = cell.text
     if len(text) > _LONG:
-        text = break_name(text)
+        text = break_names(text)
         styles.append("long")
     attributes["class_"] = " ".join(styles) or None
     if is_first:
