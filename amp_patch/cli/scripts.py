@@ -244,20 +244,27 @@ class ScriptRunner:
                     ranks.leave(code)  # does not return
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
-            refused = Path(folder, REFUSED)
-            if refused.exists():
-                self._parser.error(refused.read_text(encoding="utf-8"))
-            no_region, error = Path(folder, NO_REGION), Path(folder, ERROR)
-            if error.exists():
-                self._last_output = error.read_text(encoding="utf-8").splitlines()
-            elif log is not None:
-                self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+            self._read_output(folder, log)
+            no_region = Path(folder, NO_REGION)
             recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
             # it is no error if only some processes train in mixed precision
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
         steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
         return WatchedRun(code, steps, recordings, was_widened)
+
+    def _read_output(self, folder: str, log: Path | None) -> None:
+        """Keep the error or the last output of the script. Report a usage error if it cannot run with these options.
+
+        `log`: the file with the output, or None.
+        """
+        refused, error = Path(folder, REFUSED), Path(folder, ERROR)
+        if refused.exists():
+            self._parser.error(refused.read_text(encoding="utf-8"))
+        if error.exists():
+            self._last_output = error.read_text(encoding="utf-8").splitlines()
+        elif log is not None:
+            self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:
