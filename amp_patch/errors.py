@@ -172,7 +172,7 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
 
 
 def refuse_unknown(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: a keyword argument that the function does not take raises ArgumentTypeError with a suggestion."""
+    """Decorator: an unknown keyword argument raises ArgumentTypeError, perhaps with a suggestion."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -34,8 +34,8 @@ class Watcher:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """Called when `step` of a bound optimizer begins. Gradients are computed and unscaled. Not called for a step
-        with a closure, which computes them later.
+        """Called when `step` of a bound optimizer begins. Gradients are computed and unscaled. Not called if the
+        optimizer calls a closure in its step, which computes them later.
         """
 
     def step_ended(self, optimizer: Any) -> None:

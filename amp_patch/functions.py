@@ -1,8 +1,8 @@
 """Public functions that apply rules to the user's own functions, and functions that show what is patched.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
-dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in dictionaries and other objects
-are not cast.
+dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
+other objects are not cast. The body of a generator or a coroutine runs later, without the rule of its function.
 """
 
 import functools
@@ -21,8 +21,8 @@ def half_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the low dtype, and run whitelisted
     and blacklisted ops in its body in the low dtype, too.
 
-    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
-    are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in named tuples and dictionaries. Under `amp_patch.apex`, only
+    the arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.half_function
@@ -39,8 +39,8 @@ def float_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to float32, and run whitelisted and
     blacklisted ops in its body in float32, too.
 
-    Tensors in lists and tuples are cast, but not tensors in dictionaries. Under `amp_patch.apex`, only the arguments
-    are cast, as in Apex.
+    Tensors in lists and tuples are cast, but not tensors in named tuples and dictionaries. Under `amp_patch.apex`, only
+    the arguments are cast, as in Apex.
 
     Examples:
         >>> @amp.float_function
@@ -56,7 +56,7 @@ def float_function(function: Function) -> Function:
 def promote_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
-    Only float16, bfloat16 and float32 arguments count.
+    Only float16, bfloat16 and float32 arguments count. Of float16 and bfloat16 together, the widest is float32.
 
     Examples:
         >>> @amp.promote_function
@@ -75,7 +75,7 @@ def match_function(like: str) -> Callable[[Function], Function]:
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
     tensors that were passed. A call casts nothing if that argument is None, or a tensor of another dtype than float16,
     bfloat16 and float32. It raises OpListError if the argument is something else than a tensor, or if it holds integers
-    while the floating arguments have several dtypes.
+    or bools while the floating arguments have several dtypes.
 
     Raises ArgumentTypeError if `like` is no text, and OpListError if the function has no argument of this name.
 
@@ -137,7 +137,8 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next `initialize` or `session` on, whatever the lists say.
+    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that adds
+    models to the session in force opens no session.
 
     Has no effect at levels that patch no functions, such as O2.
 
@@ -156,7 +157,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next `initialize` or `session` on, whatever the lists say.
+    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -172,8 +173,8 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest dtype of its arguments from the next `initialize` or `session` on, whatever the
-    lists say.
+    """Run `module.name` in the widest dtype of its arguments from the next session on (see `register_half_function`),
+    whatever the lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -189,8 +190,8 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def register_match_function(module: Any, name: str, like: str) -> None:
-    """Cast the tensors of `module.name` to the dtype of its argument `like` from the next `initialize` or `session` on,
-    whatever the lists say.
+    """Cast the tensors of `module.name` to the dtype of its argument `like` from the next session on (see
+    `register_half_function`), whatever the lists say.
 
     Raises the errors of `register_half_function`, ArgumentTypeError if `like` is no text, and OpListError if the
     function has no argument of this name.
@@ -272,4 +273,6 @@ def get_original(owner: Any, name: str) -> Any:
     if original is None and not hasattr(owner, name):
         hint = did_you_mean(name, dir(owner))
         raise ArgumentValueError(f"{getattr(owner, '__name__', owner)} has no {name!r}: name a function in it.{hint}")
+    if isinstance(original, (staticmethod, classmethod)):
+        return original.__get__(None, owner)  # as `owner.name` reads it
     return getattr(owner, name) if original is None else original

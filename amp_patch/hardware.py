@@ -118,7 +118,8 @@ def cpu_flags() -> tuple[str, ...]:
 
 
 def name_kind(device_type: str) -> str:
-    """Return a name for the kind of a device. On two devices of the same kind, torch runs the same kernels.
+    """Return a name for the kind of a device. On two devices of the same kind, torch usually runs the same
+    kernels.
 
     For a CPU, it consists of the architecture and the instructions by which torch chooses kernels. For an accelerator,
     it is the name of the hardware, or the device type if torch has no name.

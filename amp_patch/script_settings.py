@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
-# arguments of `initialize` that are dropped if the level is replaced, because they override properties of that level
+# arguments of `initialize` that are dropped if the level is replaced, because they override properties of that level;
+# an argument about the loss scale or the outputs is kept
 _OF_LEVELS = frozenset(
     {
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
@@ -47,8 +48,8 @@ class Settings(NamedTuple):
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
         """Return the level to use, the script's arguments to use, and the names of its arguments that are dropped.
 
-        `opt_level` and `given` are the script's level and its other arguments. If another level is used, arguments that
-        override properties of the script's level are dropped. An argument that is None counts as not given.
+        `opt_level` and `given` are the script's level and its other arguments. If another level is used, the
+        arguments in `_OF_LEVELS` are dropped. An argument that is None counts as not given.
         """
         level = self.opt_level or opt_level
         kept: dict[str, Any] = {}

@@ -39,7 +39,10 @@ class DeprecatedFeatureWarning(FutureWarning):
 
 
 class Installed(contextlib.ExitStack):
-    """The handle of one call of `install`: `remove()`, or the end of a `with` block, undoes the call."""
+    """The handle of one call of `install`: `remove()`, or the end of a `with` block, undoes the call.
+
+    Remove several handles in the reverse order of their calls: each restores the level and the lists before its call.
+    """
 
     def remove(self) -> None:
         """Undo the call. A second call does nothing."""

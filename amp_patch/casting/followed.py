@@ -1,8 +1,8 @@
 """Finds the dtype of a call of an op whose rule lets the arguments decide: `promote`, `match` and the like.
 
-A *dtype finder* takes the arguments of a call, and returns the dtype to which all tensors in them are cast. It returns
-None for a call without casts: torch then promotes dtypes, or raises an error, as usual. *Castable* dtypes are float16,
-bfloat16 and float32.
+A *dtype finder* takes the arguments of a call, and returns the dtype to which the castable tensors in them are cast. It
+returns None for a call without casts: torch then promotes dtypes, or raises an error, as usual. *Castable* dtypes are
+float16, bfloat16 and float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence

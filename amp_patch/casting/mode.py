@@ -3,8 +3,8 @@
 Patches replace torch's functions for the whole process. But a thread can change how they cast: `amp.disable_casts()`,
 and each call of a module that has a rule of its own, opens a *region* in the calling thread, and closes it at its end.
 
-A patched op reads two plain attributes of its switch in each call: `on` and `regions`. It looks up the regions of its
-own thread, which is slower, only while some thread has a region open.
+A patched op reads two plain attributes of its switch in each call: `on` and, if it is on, `regions`. It looks up the
+regions of its own thread, which is slower, only while some thread has a region open.
 """
 
 import contextlib
@@ -251,7 +251,10 @@ class Switch:
 
     @contextlib.contextmanager
     def outside_regions(self) -> Iterator[None]:
-        """Context manager: while the block runs, this thread behaves as if its regions were closed."""
+        """Context manager: while the block runs, this thread behaves as if its regions were closed.
+
+        But if a region has paused torch.autocast, it stays paused.
+        """
         regions = self._local.regions
         self._local.regions = []
         with self._lock:

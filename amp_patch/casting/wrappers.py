@@ -215,7 +215,7 @@ class OpCasts:
         """Return a `prepare` for an op that runs in the low dtype.
 
         A call with `inplace=True` runs as it was written: after a cast, it would change the copy. So does a call that
-        names another `out_dtype`, because the kernel would refuse low arguments.
+        names another `out_dtype`, because its kernel may refuse low arguments.
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights

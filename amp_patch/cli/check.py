@@ -92,7 +92,7 @@ def _write(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     """Check the script against a contract, print and write the verdict, and return the exit code."""
-    from ..insight.checking import Break, Contract, Verdict, format_verdict, is_other_script, judge, write_page
+    from ..insight.checking import Break, Contract, Verdict, is_other_script, judge, write_page
 
     contract = Contract.read(arguments.against)
     question = _ask(arguments, contract)
@@ -102,7 +102,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if not contract.about.low:
             raise
         # the contract promises 16 bits, and the script has no mixed precision any more
-        print_report(format_verdict(Verdict([Break("region", str(error))]), str(arguments.against)), [False])
+        verdict = Verdict([Break("region", str(error))])
+        _tell(verdict, arguments)
         return 1
     if is_other_script(contract, measured):
         raise AmpError(
@@ -110,17 +111,24 @@ def _check(arguments: argparse.Namespace) -> int:
             " give its own contract, or make one with --write"
         )
     verdict = judge(contract, measured)
-    print_report(format_verdict(verdict, str(arguments.against)), [verdict.holds])
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        _annotate(verdict, arguments.script)
-    if arguments.json is not None:
-        write_file(arguments.json, json.dumps(verdict.as_json(), indent=1) + "\n")
+    _tell(verdict, arguments)
     if arguments.html is not None:
         write_page(arguments.html, contract, measured, verdict, command=describe_command(arguments))
     if arguments.update:
         _update(arguments, question, contract, verdict)
         return 0
     return int(not verdict.holds)
+
+
+def _tell(verdict: "Verdict", arguments: argparse.Namespace) -> None:
+    """Print the verdict, in GitHub Actions also as annotations, and write it as JSON."""
+    from ..insight.checking import format_verdict
+
+    print_report(format_verdict(verdict, str(arguments.against)), [verdict.holds])
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        _annotate(verdict, arguments.script)
+    if arguments.json is not None:
+        write_file(arguments.json, json.dumps(verdict.as_json(), indent=1) + "\n")
 
 
 def _update(arguments: argparse.Namespace, question: "Question", contract: "Contract", verdict: "Verdict") -> None:

@@ -9,8 +9,8 @@ from ..errors import OpListError
 from .lists_printing import LIST, as_data, print_json, print_lines
 
 SUMMARY = (
-    "print every fault of lists as file:line:column: text; exit code 0 without faults, 1 with faults, 2 if a list"
-    " cannot be read"
+    "print every fault of lists as file:line:column: text; exit code 0 without faults, 1 with faults, 2 if one"
+    " of these lists cannot be read"
 )
 
 EXAMPLES = (
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the faults. Return 0 if there are none, else 1, or 2 if a list does not exist or cannot be read."""
+    """Print the faults. Return 0 if there are none, else 1, or 2 if a named list does not exist or cannot be read."""
     errors: list[config.op_lists.ListProblem] = []
     warnings: list[config.op_lists.ListProblem] = []
     lines_without_faults: list[str] = []

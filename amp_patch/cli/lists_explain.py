@@ -73,8 +73,9 @@ def _find_low(names: list[str], lists: "config.OpLists") -> str:
     for name in names:
         if name in LOW_NAMES:
             return name
+    shipped = config.list_names.locate("bfloat16", Path())
     for spelling in lists.spellings:
-        if any(Path(entry.path).stem == "bfloat16" for entry in (spelling.entry, *spelling.overridden)):
+        if any(Path(entry.path) == shipped for entry in (spelling.entry, *spelling.overridden)):
             return "bfloat16"
     return "float16"
 

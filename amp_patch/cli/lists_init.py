@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the list, and a schema for editors beside it unless there is one. Never overwrites a file."""
     path, base = arguments.file, arguments.extends
-    _check(path, base)
+    files = _check(path, base)
     beside = path.parent / SCHEMA
     try:
         if path.exists():
             raise FileExistsError
-        write_file(path, _render(path.name, base))
+        write_file(path, _render(path.name, base, "bfloat16" if "bfloat16.yaml" in files else "float16"))
         print_lines([f"{path}: a list that extends {base}"])
         if not beside.exists():
             write_file(beside, (config.shipped.lists_dir() / "schema.json").read_bytes())
@@ -67,19 +67,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(path: Path, base: str) -> None:
-    """Raise OpListError for a path without the suffix of a list, and for a base that has faults or does not exist."""
+def _check(path: Path, base: str) -> list[str]:
+    """Return the names of the base's file and of the files that it extends.
+
+    Raises OpListError for a path without the suffix of a list, and for a base that has faults or does not exist.
+    """
     if path.suffix not in (".yaml", ".yml"):
         raise OpListError(f"{str(path)!r} does not end in .yaml or .yml; give a name that does")
-    faults = config.op_lists.check_oplists(config.op_lists.locate(base, path.parent)).errors
-    if faults:
-        raise OpListError(str(faults[0]))
+    report = config.op_lists.check_oplists(config.op_lists.locate(base, path.parent))
+    if report.errors:
+        raise OpListError(str(report.errors[0]))
+    return [file.name for file in report.files]
 
 
-def _render(name: str, base: str) -> str:
-    """Return the text of a list file that extends `base`."""
+def _render(name: str, base: str, low: str) -> str:
+    """Return the text of a list file that extends `base`, a list for the dtype `low`."""
     rules = [f"# {rule.meaning}\n{rule}:\n  # - {rule.example}\n" for rule in config.op_rules.RULE_KEYS]
-    level = config.levels.find_patching_level("bfloat16" if "bfloat16" in base else "float16").name
+    level = config.levels.find_patching_level(low).name
     if not re.fullmatch(r"[\w./-]+", base):
         base = json.dumps(base)  # in quotes, which YAML reads like JSON
     return _START.format(schema=SCHEMA, base=base, level=level, name=name, rules="\n".join(rules))

@@ -61,6 +61,6 @@ def print_json(data: Mapping[str, object]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print lines, each as soon as it is made."""
+    """Print lines, one after another."""
     for line in lines:
         print(line)

@@ -55,7 +55,7 @@ def _show(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -
         cells = [(rule.chooser, rule.run, rule.why, location(rule)) for rule in lists.modules]
         yield from (f"{_MARGIN}{row}" for row in fit_rows(cells, width))
     without_effect = (
-        (lists.missing, "missing: torch has no such op"),
+        (lists.missing, "missing: there is no such op"),
         (_deferred(lists), "deferred: takes effect when the package is imported"),
         (lists.other_torch, "kept out: since or until excludes this torch"),
     )

@@ -143,13 +143,15 @@ def _find_options_behind(command: list[str]) -> list[str]:
     misplaced = []
     if "--lists" in given:
         misplaced.append("--lists")
-    if "--everywhere" in given:
-        misplaced.append("--everywhere")
     script = Path(command[0])
     if "--opt-level" in given and script.is_file():
         source = script.read_text(encoding="utf-8", errors="replace")
         if "opt-level" not in source and "argv" not in source:
             misplaced.append("--opt-level")
+    if "--everywhere" in given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        if "everywhere" not in source and "argv" not in source:
+            misplaced.append("--everywhere")
     return misplaced
 
 

@@ -143,7 +143,7 @@ class ScriptRunner:
             if arguments.script:
                 arguments.parser.error(f"{arguments.script}: write arguments of the module after --")
             self._command[:0] = ["-m", arguments.module]
-        if is_quiet:  # all commands that run the script several times are quiet
+        if is_quiet:  # `trace --fix`, which is not quiet, checks this itself
             refuse_ranks(arguments.parser, arguments.command.name)
         if arguments.everywhere and arguments.has_level:
             run_command.check_everywhere(arguments.parser, arguments.opt_level, arguments.lists)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, RaisedRecord, Recording, remedies
 
 FURTHER = 10
-"""The number of steps after the fault that must be without a fault for a list to be enough, unless --steps is given.
+"""The number of steps after the fault that must be without a fault for a list to be enough, unless --steps is given or
+the script ends before.
 
 Steps that a dynamic loss scale skips do not count, because they prove nothing about the list.
 """

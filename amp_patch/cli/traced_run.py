@@ -42,7 +42,7 @@ class TracedRun:
 
     @property
     def raised(self) -> "list[tuple[RaisedRecord, Recording]]":
-        """The exceptions that dtypes explain, each with its recording, sorted by step and then by rank."""
+        """The explained exceptions (`Recording.raised`), each with its recording, sorted by step and then by rank."""
         pairs = [(raised, recording) for recording in self.watched.recordings for raised in recording.raised]
         return sorted(pairs, key=lambda pair: (pair[0].step, pair[0].rank))
 
@@ -105,7 +105,7 @@ class TracedRun:
             print_report(format_quiet(lost, recording.run), [False])
 
     def print_raised(self) -> None:
-        """Print the first exception that dtypes explain, and the quiet losses, unless `print_faults` prints them."""
+        """Print the first explained exception, and the quiet losses, unless `print_faults` prints them."""
         from ..insight import format_raised
 
         for raised, recording in self.raised[:1]:
@@ -191,7 +191,7 @@ def run_traced(
 ) -> TracedRun:
     """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None.
 
-    The script is ended soon after its first fault, or after an exception that dtypes explain.
+    The script is ended soon after its first fault, or after an explained exception.
     """
     from ..insight.runs import Run
 

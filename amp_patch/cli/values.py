@@ -88,8 +88,8 @@ def positive(text: str) -> int:
 _OUTPUTS = ("fix", "html", "json", "jsonl", "out", "write")
 """The options that name a file to write."""
 
-_WRITTEN = (b"# amp-patch ", b'{"kind": ', b'[\n{"kind": ')
-"""The beginnings of the lists and records that commands write. Their HTML pages have `_TITLE`."""
+_WRITTEN = (b"# amp-patch ", b'{"kind": ', b'[\n{"kind": ', b'{\n "holds": ')
+"""The beginnings of the lists, records and verdicts that commands write. Their HTML pages have `_TITLE`."""
 
 _TITLE = b"<title>amp_patch: "
 

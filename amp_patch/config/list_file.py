@@ -42,7 +42,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){0,2}")
 
 _KEEPS_STATISTICS = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
-"""Ops that write to two of their arguments, the running statistics. They cannot be whitelisted."""
+"""Ops of torch that write to two of their arguments, the running statistics. They cannot be whitelisted."""
 
 
 # ---- errors and warnings ---------------------------------------------------------------------------------------------
@@ -399,7 +399,9 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
             " with `- `, the dashes below each other"
         )
         raise error_at(problem, path, node)
-    if rule is OpRule.WHITELIST and name.rpartition(".")[2] in _KEEPS_STATISTICS:
+    owner, _, op = name.rpartition(".")
+    is_of_torch = owner.partition(".")[0] in ("", "torch", "aten")
+    if rule is OpRule.WHITELIST and is_of_torch and op in _KEEPS_STATISTICS:
         problem = (
             f"{name} writes its running statistics, which are float32, and would write to cast copies of them; leave it"
             " unlisted, it takes 16-bit inputs as it is"

@@ -1,8 +1,8 @@
 """Finds look-alikes: characters outside ASCII that look like an ASCII character, such as curly quotes, dashes and wide
 spaces. Invisible characters count, too.
 
-Word processors and chats insert them. YAML reads them as ordinary text. So a name or a pattern that contains a
-look-alike matches nothing, although it looks right.
+Word processors and chats insert them. YAML reads nearly all of them as ordinary text. So a name or a pattern that
+contains a look-alike matches nothing, although it looks right.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Finds the position of an argument of an op, from its signature or docstring. Calls no op.
+"""Finds the position of an argument of an op, from its signature, docstring or schema. Calls no op.
 
 A list entry of the rule `match`, such as `{op: attend, like: value}`, names an argument of the op by `like`. All
 tensors of a call are cast to the dtype of this argument.

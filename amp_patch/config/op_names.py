@@ -4,7 +4,7 @@ A *spelling* of an op is one function that computes it. A bare name (`softmax`) 
 `torch.softmax`, `torch.nn.functional.softmax`, `torch.Tensor.softmax`, `torch.special.softmax`, and the spellings of
 its aliases. A dotted name (`torch.softmax`) means one spelling. The module or class before the last dot is the *owner*.
 Names are looked up as attributes of torch's namespaces, of its other modules (`torch_modules`), and of packages that
-are imported already. A look-up imports nothing and runs no code of a package.
+are imported already. A look-up in a package imports nothing and runs no code of it.
 """
 
 import contextlib

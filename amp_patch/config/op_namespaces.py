@@ -110,7 +110,8 @@ _ACCESSORS = (
 ACCESSORS = frozenset(name for row in _ACCESSORS for name in row.split())
 
 
-# Functions that create tensors from shapes, numbers or data. Their dtype is an argument, so nothing is cast.
+# Functions that create tensors from shapes, numbers or data. Their dtype is an argument or
+# the dtype of the data, so nothing is cast.
 _FACTORIES = (
     "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye from_file",
     "from_numpy frombuffer full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn",

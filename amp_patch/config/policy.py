@@ -213,8 +213,8 @@ def _property(
 class Policy:
     """The properties of one session. Models with equal policies can share a session.
 
-    `lists/presets.yaml` explains the properties. Each field says how its value is read, who may set it, and whether it
-    is printed (see `_property`). To add a property, add a field.
+    `lists/presets.yaml` explains the properties that a presets file may state. Each field says how its value is read,
+    who may set it, and whether it is printed (see `_property`). To add a property, add a field.
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -298,7 +298,10 @@ class Policy:
         return [explain_imitation(device_type, low)]
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return the properties that have a value and an effect, as text: [("master_weights", "yes"), ...]."""
+        """Return the properties that have a value, as text: [("master_weights", "yes"), ...].
+
+        Leaves out `patch_torch_functions_type` without patches, and `compute` at a float32 level.
+        """
         without_effect = set()
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")

@@ -271,7 +271,7 @@ def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     lines = [*text.splitlines(), "", ""]
     marked_line = lines[mark.line]
     if "\t" in marked_line[: len(marked_line) - len(marked_line.lstrip())]:
-        return "this line begins with a tab; indent with spaces, YAML does not allow tabs there", *_to_position(mark)
+        return "this line is indented with a tab; use spaces, YAML does not allow tabs there", *_to_position(mark)
     first = start.line if start else mark.line
     mistake = _find_usual_mistake(lines, first, mark.line)
     if mistake is not None:

@@ -69,7 +69,7 @@ class Document:
             raise ValueError("it has no cells with text, as notebooks of version 4 have") from None
         lines: list[str] = []
         for number, text in enumerate(cells, 1):
-            if not _PYTHON_CELL.match(text):
+            if not _PYTHON_CELL.match(text.lstrip()):  # IPython skips empty lines before a magic
                 continue
             code = _without_magics(text)
             try:

@@ -15,7 +15,7 @@ CLIPPERS = tuple(
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 )
 _MIXED_PRECISION = re.compile(
-    r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\(|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
+    r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\b|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
 """Words of scripts that use mixed precision, by amp, by other means, or through a library."""
 

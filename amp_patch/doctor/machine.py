@@ -263,6 +263,6 @@ def machine_findings() -> list[Finding]:
     if apex.kind != "other":
         return []
     where = apex.location or "in memory"
-    message = f"the package apex ({where}) is not NVIDIA's, and has no amp: PyPI has another package of that name"
+    message = f"`import apex` finds {where}, which has no amp: PyPI has a package of that name that is not NVIDIA's"
     advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

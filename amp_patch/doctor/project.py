@@ -37,7 +37,8 @@ _EVERY_CODE = "*"
 def find_files(paths: Iterable[Path]) -> list[Path]:
     """Return the files among `paths`, and the scripts and notebooks in the directories among them, each once.
 
-    Skips hidden directories, virtual environments and build output, and follows no links to directories.
+    In these directories, skips hidden directories, virtual environments and build output, and follows no links to
+    directories.
     """
     files: list[Path] = []
     for path in paths:
@@ -50,7 +51,10 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
                 file = Path(here, name)
                 if name.endswith(_SUFFIXES) and file.is_file():
                     files.append(file)
-    return list(dict.fromkeys(files))
+    unique: dict[str, Path] = {}
+    for file in files:
+        unique.setdefault(os.path.realpath(file), file)
+    return list(unique.values())
 
 
 def _is_of_interest(folder: Path) -> bool:
@@ -110,7 +114,8 @@ class Project:
             try:
                 findings += dict.fromkeys(self._findings(script, document, selection))
             except RecursionError:
-                findings.append(_unreadable(script.path, "holds an expression that is nested too deeply to be judged"))
+                finding = _unreadable(script.path, "holds an expression that is nested too deeply to be judged")
+                findings += [finding] if selection.has(finding.code) else []
         return sorted(findings, key=_sort_key)
 
     def _findings(self, script: Script, document: Document, selection: Selection) -> Iterator[Finding]:

@@ -24,8 +24,6 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
 """Fits words in scripts that scale losses, or use a library that scales them."""
 
-_WITHOUT_GRADIENTS = ("no_grad", "inference_mode", "set_grad_enabled")
-
 
 class Region(NamedTuple):
     """A region: the call of autocast, and the `with` statement or the decorated function that contains its code."""
@@ -175,7 +173,7 @@ def _find_backward(script: Script, region: Region) -> ast.expr | None:
 def _is_without_gradients(script: Script, node: ast.AST) -> bool:
     """Return whether a node is, or is in, a `with torch.no_grad():` block or a function decorated with `no_grad`.
 
-    All names in `_WITHOUT_GRADIENTS` count. Blocks outside of the innermost function are not considered.
+    `inference_mode` and `set_grad_enabled(False)` count, too. Blocks outside of the innermost function do not.
     """
     entered: list[ast.expr] = []
     for outer in (node, *(outer for outer, _ in script.around(node))):
@@ -184,8 +182,17 @@ def _is_without_gradients(script: Script, node: ast.AST) -> bool:
         elif isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
             entered += outer.decorator_list
             break
-    names = {text_of(part.func if isinstance(part, ast.Call) else part).rpartition(".")[2] for part in entered}
-    return not names.isdisjoint(_WITHOUT_GRADIENTS)
+    return any(map(_disables_gradients, entered))
+
+
+def _disables_gradients(entered: ast.expr) -> bool:
+    """Return whether a context or a decorator disables gradients in every run."""
+    name = text_of(entered.func if isinstance(entered, ast.Call) else entered).rpartition(".")[2]
+    mode = argument_of(entered, "mode", 0) if isinstance(entered, ast.Call) else None
+    is_constant_false = isinstance(mode, ast.Constant) and not mode.value
+    if name == "set_grad_enabled":  # often `set_grad_enabled(phase == "train")`, which enables them in a training
+        return is_constant_false
+    return name == "no_grad" or (name == "inference_mode" and not is_constant_false)
 
 
 def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:

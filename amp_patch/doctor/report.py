@@ -46,7 +46,7 @@ class Report:
         return "\n".join(lines)
 
     def _summarize(self, *, with_notes: bool) -> Iterator[str]:
-        """Yield a line with the number of findings of each severity, and a line about notes that are not shown.
+        """Yield a line with the number of findings of each severity that is shown, and a line about notes that are not.
 
         Without files and findings there is no first line, and without such notes no second line.
         """

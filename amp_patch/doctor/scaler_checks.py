@@ -9,7 +9,7 @@ from .region_checks import dtypes_of, find_regions
 from .rules import Fault, rule
 from .scaler_flow import ScalerFlow, grade
 from .script import Script
-from .tree import names_in, text_of
+from .tree import argument_of, names_in, text_of
 
 
 @rule(
@@ -188,11 +188,13 @@ def unscales_twice(script: Script) -> Iterator[Fault]:
     """,
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
-    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". It expects float32 weights;
-    torch.autocast casts them for the ops that gain from 16 bits.
+    """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". Only the step of a fused
+    optimizer takes them. It expects float32 weights; torch.autocast casts them for the ops that gain from 16 bits.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
+        return
+    if not flow.unscales and any(_may_be_fused(script, step.args[0]) for step in flow.steps):
         return
     values = Flow(script)
     first = min([*flow.unscales, *flow.steps], key=lambda call: call.lineno)
@@ -208,6 +210,15 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
             advice = "Keep the weights in float32 and use torch.autocast, or cast the trained ones back by .float()."
             yield Fault(first, grade(flow), message, advice)
             return
+
+
+def _may_be_fused(script: Script, optimizer: ast.expr) -> bool:
+    """Return whether an optimizer is made with the argument `fused`, whose value may be true."""
+    for value in script.values_of(text_of(optimizer)):
+        fused = argument_of(value, "fused") if isinstance(value, ast.Call) else None
+        if fused is not None and not (isinstance(fused, ast.Constant) and not fused.value):
+            return True
+    return False
 
 
 @rule(
@@ -233,8 +244,9 @@ def unscales_low_weights(script: Script) -> Iterator[Fault]:
     """,
 )
 def zeroes_before_step(script: Script) -> Iterator[Fault]:
-    """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". The
-    same error appears if the loss does not depend on the parameters of the optimizer.
+    """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". If the
+    optimizer is fused, `scaler.update` raises it instead. With `set_to_none=False`, the step uses zeros, and nothing
+    raises. The same error appears if the loss does not depend on the parameters of the optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -290,7 +302,7 @@ def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> boo
 )
 def scales_bfloat16(script: Script) -> Iterator[Fault]:
     """bfloat16 has the range of float32, so its gradients need no scale. A GradScaler makes each step wait for the
-    device, and skips steps whose gradients would fit without a scale.
+    device, unless the optimizer is fused, and skips steps whose gradients would fit without a scale.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:

@@ -61,7 +61,7 @@ class ScalerFlow:
 
     @cached_property
     def is_always_enabled(self) -> bool:
-        """Whether the script makes GradScalers, and each is enabled in every run."""
+        """Whether the script makes GradScalers, and its text enables each of them in every run."""
         return bool(self.makers) and all(map(_is_enabled, self.makers))
 
     def is_scaler(self, node: ast.expr) -> bool:
@@ -129,7 +129,7 @@ class ScalerFlow:
 
     @cached_property
     def plain_backwards(self) -> list[ast.Call]:
-        """The backward passes of losses that surely nothing scales: no name in the loss or its values has "scal"."""
+        """The backward passes of losses that nothing seems to scale: no name in the loss or its values has "scal"."""
         plain = []
         for call, is_scaled in self._backwards:
             loss = call.func.value if isinstance(call.func, ast.Attribute) else call
@@ -143,7 +143,7 @@ class ScalerFlow:
 
     @cached_property
     def _functions(self) -> dict[str, list[ast.AST]]:
-        """The functions of the script that call a GradScaler or run a backward pass, by name."""
+        """The functions of the script that call `unscale_`, `step` or `update`, or run a backward pass, by name."""
         functions: dict[str, list[ast.AST]] = {}
         for call in (*self.scaled_backwards, *self.plain_backwards, *self.unscales, *self.steps, *self.updates):
             frame = self._script.frame(call)

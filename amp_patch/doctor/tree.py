@@ -10,7 +10,6 @@ from functools import cached_property
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 SCOPES = (*_FUNCTIONS, ast.ClassDef)
-_EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
@@ -143,15 +142,18 @@ class Tree:
     def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether a pass that runs `first` leaves before it comes to `second`.
 
-        It does if a statement that contains `first` and not `second` holds `first` in a block that ends with `return`,
-        `raise`, `continue` or `break`.
+        It does if a statement that contains `first` and not `second` holds `first` in a block that ends with `return`
+        or `raise`, or with a `continue` or `break` whose loop contains `second`.
         """
         around_second = {outer for outer, _ in self.around(second)}
         for outer, field in self.around(first):
             if outer in around_second:
                 return False
             body = getattr(outer, field, None)
-            if isinstance(body, list) and body and isinstance(body[-1], _EXITS):
+            last = body[-1] if isinstance(body, list) and body else None
+            if isinstance(last, (ast.Return, ast.Raise)):
+                return True
+            if isinstance(last, (ast.Continue, ast.Break)) and self.loop_around(last) in around_second:
                 return True
         return False
 
@@ -175,6 +177,6 @@ class Tree:
             elif field in ("handlers", "cases"):
                 yield outer, child
             # The `else` of a `try` runs after its body, so both are one arm. `finally` always runs, so it is no arm.
-            elif isinstance(outer, ast.Try) and field in ("body", "orelse"):
+            elif isinstance(outer, (ast.Try, ast.TryStar)) and field in ("body", "orelse"):
                 yield outer, "body"
             child = outer

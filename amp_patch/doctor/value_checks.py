@@ -115,14 +115,15 @@ def _is_repeated(script: Script, node: ast.AST, target: str, made: ast.expr) -> 
 
 
 def _adds_to_part(node: ast.AST) -> bool:
-    """Return whether a statement adds a tensor to a part of another: `x[a:b] += y` does, `x[i] += 1` does not."""
+    """Return whether a statement may add a tensor to a part of another: `x[a:b] += y` may, `x[i] += 1` does not."""
     if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Subscript):
         return False
     return not isinstance(node.value, ast.Constant)
 
 
 def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
-    """Return whether the loops around an addition add to each element once, as `for i in range(n): x[i] += y` does.
+    """Return whether the loops around an addition add to an element once or a few times, as does
+    `for i in range(n): x[i] += y`.
 
     They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because
     each iteration makes a new tensor.
@@ -234,7 +235,7 @@ def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
 
 
 def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a tensor was computed by a division or subtraction, or is divided in place."""
+    """Return whether a tensor was computed by a division or subtraction, or is divided by `/=`."""
     parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
     if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
         return True

@@ -10,6 +10,7 @@ from .remedies import RULES_ON_A_LINE, Remedy, RemedyKind, format_entries, forma
 from .short_dtypes import spell_out
 
 _CELL = "Cell In["  # how IPython begins the place of a line
+_WHOLE_MODELS = {'match: "**"': "the model", 'match: "re:^$"': "each model"}
 _OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 
@@ -186,14 +187,21 @@ def _join_places(places: Sequence[str]) -> str:
 
 def _name_regions(regions: Sequence[str]) -> str:
     """Return the modules that rules choose in a phrase, such as "module encoder" or "the model"."""
-    names = [chooser.partition(": ")[2].strip('"') for chooser in regions]
-    if names == ["**"]:
-        return "the model"
-    if len(names) > RULES_ON_A_LINE:
+    if len(regions) > RULES_ON_A_LINE:
         return "each of these modules"
-    if len(names) == 1:
-        return f"module {names[0]}"
-    return f"modules {' and '.join(names)}"
+    models: list[str] = []
+    names: list[str] = []
+    for chooser in regions:
+        kind, _, name = chooser.partition(": ")
+        if chooser in _WHOLE_MODELS:
+            models.append(_WHOLE_MODELS[chooser])
+        elif kind == "type":  # only a whole model is chosen by its class
+            models.append(f"the model of class {name}")
+        else:
+            names.append(name.strip('"'))
+    if names:
+        models.append(f"module{'s' * (len(names) > 1)} {' and '.join(names)}")
+    return " and ".join(models)
 
 
 _ADVISERS: dict[RemedyKind, Callable[[_Case], Iterator[str]]] = {

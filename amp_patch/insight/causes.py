@@ -14,7 +14,7 @@ from .records import RunRecord
 from .remedies import Remedy, RemedyKind, advise_script, format_scale, make_list_remedy
 from .short_dtypes import TINY
 
-_LARGE = 1e15  # no value of a training that works is so large
+_LARGE = 1e15  # hardly any value of a training that works is so large, apart from constants such as masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ def try_dtypes(call: FailingCall, error: BaseException, weights: list[bool], low
     """Run a call again in other dtypes. Return the trials that work; None if dtypes are not why the call raised.
 
     Dtypes are the reason if the call raises the same exception again with the same dtypes, and works in one of the
-    trials. Every call runs on copies of the operands, without autograd. If no operand is floating, or all floating
-    operands are float64, nothing runs, and the result is None.
+    trials. Every call runs on copies of its tensor arguments, without autograd. If no operand is floating, or all
+    floating operands are float64, nothing runs, and the result is None.
 
     Args:
         error: the exception.

@@ -63,10 +63,13 @@ class Source:
         tree = ast.parse(text)
         self._text = text
         self._by_place: dict[tuple[int | None, ...], ast.AST] = {}
+        self._statements: list[ast.stmt] = []
         self.parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
+            if isinstance(node, ast.stmt):
+                self._statements.append(node)
             if isinstance(node, (ast.expr, ast.stmt)):
                 place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
                 # ast.walk is breadth-first, so a statement `f()` comes before the call `f()`, which replaces it.
@@ -83,12 +86,11 @@ class Source:
         return ast.unparse(node) if text is None or "\n" in text else text
 
     def calls_of_statement(self, line: int) -> Iterator[ast.Call]:
-        """Yield the calls of the innermost statement around a line, without the calls of statements inside of it."""
-        around = [
-            node
-            for node in self._by_place.values()
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        ]
+        """Yield the calls of the innermost statement around a line, without the calls of statements inside of it.
+
+        Of several statements in the line, it is the last.
+        """
+        around = [node for node in self._statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
         rest: list[ast.AST] = [max(around, key=lambda node: (node.lineno, node.col_offset))] if around else []
         while rest:
             node = rest.pop()

@@ -67,7 +67,7 @@ class Level:
 
     @property
     def is_of_user(self) -> bool:
-        """Whether the code is neither torch's nor of amp_patch. Other packages count as the user's."""
+        """Whether the code is the user's or of a package (see `sites.is_of_user`)."""
         return is_of_user(self.file)
 
     @property
@@ -344,7 +344,8 @@ def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes:
         for tensor in tensors_in([value])
     ]
     run = functools.partial(_call_again, function, values, {})
-    return FailingCall(name, operands, run, written=operands[0][1] if writes and operands else None)
+    written = values[0] if writes and isinstance(values[0], Tensor) else None
+    return FailingCall(name, operands, run, written=written)
 
 
 def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
@@ -404,8 +405,8 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _may_run_again(function: Any) -> bool:
     """Return whether a second call is taken to have no effect of its own.
 
-    True for methods of tensors, layers of torch without buffers, functions of torch and of amp_patch, and callable
-    objects that are neither Python functions nor classes, such as functions in C.
+    True for methods of tensors, layers of torch without buffers, functions of amp_patch, of torch and of packages whose
+    names begin with "torch", and callable objects that are neither Python functions nor classes, as functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor

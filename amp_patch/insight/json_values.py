@@ -189,6 +189,6 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
     return value

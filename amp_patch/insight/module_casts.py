@@ -13,6 +13,8 @@ from .sites import find_site
 
 _CASTS = ("half", "bfloat16", "float", "double", "to", "type")
 
+_Call = tuple[int, str, torch.dtype]
+
 
 class ModuleCasts:
     """The last cast of each parameter and buffer.
@@ -21,9 +23,10 @@ class ModuleCasts:
     """
 
     def __init__(self) -> None:
-        # By the module whose method was called: for the name of each tensor that it cast, the number of the call, and
-        # the text for reports. The keys are no tensors, because torch swaps no tensor that has a weak reference.
-        self._calls: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, str]]] = weakref.WeakKeyDictionary()
+        # By the module whose method was called: for the name of each tensor that it cast, the number of the call, the
+        # text for reports, and the dtype. The keys are no tensors, because torch swaps no tensor that has a weak
+        # reference.
+        self._calls: weakref.WeakKeyDictionary[nn.Module, dict[str, _Call]] = weakref.WeakKeyDictionary()
         self._count = 0
 
     def install(self, undo: UndoStack) -> None:
@@ -33,14 +36,17 @@ class ModuleCasts:
         patcher.install([Patch(nn.Module, name, self._make_noting(name)) for name in _CASTS])
 
     def find(self, tensor: Tensor) -> str:
-        """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did."""
+        """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did.
+
+        A tensor counts as cast if it has the name and the dtype that the call gave: a script may have replaced it.
+        """
         calls = [
             by_name[name]
             for module, by_name in self._calls.items()
             for name, own in _tensors_of(module)
-            if own is tensor and name in by_name
+            if own is tensor and name in by_name and by_name[name][2] is tensor.dtype
         ]
-        return max(calls)[1] if calls else ""
+        return max(calls, key=lambda call: call[0])[1] if calls else ""
 
     def _make_noting(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +67,7 @@ class ModuleCasts:
         self._count += 1
         for key, tensor in _tensors_of(module):
             if before.get(key, tensor.dtype) is not tensor.dtype:
-                call = self._count, f".{name}() at {site.place}"
+                call = self._count, f".{name}() at {site.place}", tensor.dtype
                 self._calls.setdefault(module, {})[key] = call
 
 

@@ -21,7 +21,7 @@ _ARITHMETIC = frozenset(
     }
     | {"subtract", "multiply", "divide", "rsub", "lerp", "float_power"}
 )
-"""Ops whose integer arguments are values. In other ops, integers are sizes, positions and numbers of dimensions."""
+"""Ops whose integer arguments are values. In most other ops, they are sizes, positions and numbers of dimensions."""
 
 _FLAGS = ("is_causal",)
 """Names of bool arguments that count as constants of a call where they are True."""

@@ -28,7 +28,7 @@ OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | Non
 
 
 class OpWatch:
-    """Sees listed ops everywhere, by covers on their patches (`Patcher.cover`), and other ops while a module runs.
+    """Sees listed ops, by covers on their patches (`Patcher.cover`), and other ops while a module runs.
 
     It sees the other ops by a TorchFunctionMode. While it watches, code of torch.compile runs uncompiled.
 
@@ -181,7 +181,7 @@ class _Modules(ModuleStack):
 
 
 def name_plainly(function: Any) -> str:
-    """Return the name of a function without its class or module: "matmul" for F.matmul and for Tensor.__matmul__."""
+    """Return the name of a function without its class or module: "matmul" for torch.matmul and Tensor.__matmul__."""
     name = ""
     with contextlib.suppress(Exception):
         name = str(function.__name__)

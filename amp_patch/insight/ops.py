@@ -145,7 +145,9 @@ def find_factor(op: Op, output: Tensor) -> float:
     """
     name, args = op.overload.name, op.args
     if name == "sum" or (name.startswith(_LOSSES) and _find_reduction(op) == _SUMMED):
-        return float(args[0].numel() / output.numel())
+        # nll_loss picks a value for each label: the terms are as many as labels, not as values
+        terms = args[1] if name.startswith("nll_loss") else args[0]
+        return float(terms.numel() / output.numel())
     if name in ("mul", "div") and len(args) > 1:
         factor = args[1].item() if isinstance(args[1], Tensor) and args[1].numel() == 1 else args[1]
         if isinstance(factor, (int, float)) and factor and math.isfinite(factor):

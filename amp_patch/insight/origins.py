@@ -53,7 +53,7 @@ class Origins:
         self.last: Made | None = None  # the latest storage that was noted
 
     def find(self, tensor: Tensor) -> Made | None:
-        """Return the record of the storage of a tensor; None if no noted call made it."""
+        """Return the record of the storage of a tensor; None if no noted call made it, or made it in another dtype."""
         storage = storage_of(tensor)
         kept = self._made.get(storage)
         if kept is None:
@@ -70,7 +70,7 @@ class Origins:
         return overload.name.startswith(_MAKES_EMPTY)
 
     def note(self, call: OpCall, inputs: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Note the floating outputs of a call, except outputs whose storage is known already."""
+        """Note the floating outputs of a call, except outputs whose storage is known already in their dtype."""
         for tensor in outputs:
             if not tensor.is_floating_point() or self.find(tensor) is not None:
                 continue

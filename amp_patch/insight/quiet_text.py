@@ -72,7 +72,7 @@ def _describe_update(lost: QuietRecord) -> str:
         subject[""] = "a sum within this call"
     of = f"of {subject.get(lost.role or '', lost.role)}, "
     if lost.kept == 0:
-        return f"{of}no element changes: each change is less than half the distance to the next {low} number"
+        return f"{of}no element changes: each change is at most half the distance to the next {low} number"
     return f"{of}{_percent(lost.kept)} of the elements change, and the change is off by {_percent(lost.error)}"
 
 
@@ -111,7 +111,7 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
     """Return the level whose float32 masters keep what a step or a sum of gradients loses in 16 bits.
 
-    Return "" for other losses, and for a script with torch.autocast instead of `initialize`.
+    Return "" for other losses, and for a script without `initialize`.
     """
     if not lost.role or _is_native(run):
         return ""

@@ -18,7 +18,7 @@ from ..session import Session, current
 from .dtype_trials import Lows, Trial, Trials, is_of_dtypes, runs_under_autocast, try_dtypes
 from .edits import CallSite, Spelling, choose_edits
 from .expressions import Source, find_expression, read_source
-from .failing_call import FailingCall, Levels, find_failing_calls, name_of_call
+from .failing_call import FailingCall, Level, Levels, find_failing_calls, name_of_call
 from .fault_record import CASTS, Phase
 from .folding import OpCall
 from .module_casts import casts
@@ -38,6 +38,7 @@ _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")
 
 _MAX_MESSAGE = 500
 _MAX_OPERANDS = 6
+_ENGINE, _CHECKPOINT = "torch/autograd/graph.py", "torch/utils/checkpoint.py"  # in frames of backward, of recomputation
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRe
         message=" ".join(str(error).split())[:_MAX_MESSAGE],
         cause=RaisedCause.MIXED,
         step=scene.step,
-        phase=Phase.FORWARD,
+        phase=_find_phase(levels),
         op="",
         module=levels.find_module(scene.observer) or None,
         site=site or None,
@@ -147,6 +148,20 @@ def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRe
         list_name=scene.low_name,
         rank=find_rank() or 0,
     )
+
+
+def _find_phase(levels: Levels) -> Phase:
+    """Return the phase of the op that raised, other than the step of an optimizer."""
+    inside = _find_inside_backward(levels)
+    if not inside:
+        return Phase.FORWARD
+    return Phase.RECOMPUTE if any(level.file.endswith(_CHECKPOINT) for level in inside) else Phase.BACKWARD
+
+
+def _find_inside_backward(levels: Levels) -> list[Level]:
+    """Return the frames inside of the backward pass; none outside of one."""
+    start = next((place for place, level in enumerate(levels.all) if level.file.endswith(_ENGINE)), len(levels.all))
+    return levels.all[start:]
 
 
 # ---- operands --------------------------------------------------------------------------------------------------------
@@ -257,6 +272,8 @@ class _Case:
 
 def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     """Return the record of a call that raises again, and works in other dtypes; None for any other call."""
+    if any(level.is_of_user for level in _find_inside_backward(case.levels)):  # a hook, or a recomputation
+        case = replace(case, call=replace(case.call, forward=None))
     call, levels, scene = case.call, case.levels, case.scene
     covered = levels.find_covered()
     operands = Operands(levels, scene.session, scene.observer, covered)
@@ -361,8 +378,10 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     inside = {part for call in binary for part in ast.walk(call) if part is not call}
     binary = [call for call in binary if call not in inside]
     if source is not None and (named or len(binary) == 1):
-        first, second, *_ = [*map(source.spell, (named or binary)[0].args), "", ""]
-        return first, second
+        arguments = (named or binary)[0].args
+        if not any(isinstance(argument, ast.Starred) for argument in arguments):  # `*pair` is several operands
+            first, second, *_ = [*map(source.spell, arguments), "", ""]
+            return first, second
     return "", ""
 
 

@@ -52,7 +52,7 @@ def describe_raised(raised: RaisedRecord, run: RunRecord | None) -> Iterator[tup
 
 def _describe_call(raised: RaisedRecord) -> str:
     call = raised.op or "a call"
-    if raised.phase == "backward":
+    if raised.phase == "backward" and raised.raised_at:  # an op of torch, and not a line of the script
         call = f"the backward pass of {call}"
     text = f"{call} at {raised.site or 'no line of the script'}"
     if raised.module:

@@ -307,7 +307,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     """
     undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
-        raise SessionError("another recording is in progress: leave its block first, or call amp.reset()")
+        raise SessionError("another recording is in progress: leave its block first")
     recorder.is_in_block = True
     undo.callback(recorder.leave_block)
     try:
@@ -339,7 +339,7 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     """Call `step` `warmup` times, then `steps` times while recording, and return the recording.
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
-    step makes 16-bit copies of weights that later steps reuse, so it is left out by default. `print` shows the
+    step may do what later ones do not, such as make lazy weights, so it is left out by default. `print` shows the
     recording in the format of `amp-patch explain`.
 
     Raises ArgumentTypeError or ArgumentValueError for wrong arguments, and SessionError if `step` runs no ops, if it

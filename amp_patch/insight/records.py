@@ -28,7 +28,7 @@ class RunRecord:
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
         is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
-        hardware: the kind of the device: on two of the same kind, torch runs the same kernels.
+        hardware: the kind of the device: on two of the same kind, torch usually runs the same kernels.
         threads: the number of threads that an op on the CPU uses; 0 if unknown.
     """
 

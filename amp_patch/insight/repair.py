@@ -1,8 +1,8 @@
 """`Repair`: tries remedies for values that do not fit into 16 bits, before they are printed.
 
-A value that does not fit is a *fault*. From the first fault of a step on, each value that depends on it has a *twin*:
-the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its result does not
-fit into 16 bits either, the op has to run in float32, too.
+A value that does not fit is a *fault*. From the first fault of a step on, each value that depends on it has a *twin*
+if possible: the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its
+result does not fit into 16 bits either, the op has to run in float32, too.
 
 If a gradient does not fit, there are two remedies: a smaller loss scale, or to run the op of the forward pass whose
 gradient it is in float32, because a gradient has the dtype of the output of that op.

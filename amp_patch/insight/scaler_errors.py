@@ -29,7 +29,7 @@ class _Loss:
     """The last loss of the script.
 
     Attributes:
-        site: the line of its backward pass.
+        site: the line that scaled it, or else of its backward pass.
         has_graph: whether autograd knows the op that made it, so that gradients flow from it.
         leaves: ids of the leaves of its graph, which get its gradients.
         is_cut_off: whether none of the leaves is a parameter.
@@ -56,7 +56,7 @@ class ScalerErrors:
         self._misuses: dict[str, Misuse] = {}  # by the same note
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss whose backward pass begins."""
+        """Note a loss that is scaled, or whose backward pass begins."""
         leaves = _find_leaves(loss)
         is_cut_off = not any(isinstance(leaf, nn.Parameter) for leaf in leaves)
         self._loss = _Loss(find_site().place, loss.grad_fn is not None, frozenset(map(id, leaves)), is_cut_off)
@@ -120,7 +120,8 @@ class ScalerErrors:
                 ["no loss had a backward pass since the recording began"],
                 "scaler.scale(loss).backward() before scaler.step(optimizer)",
             )
-        if loss.trains_nothing and loss.site in self._training_lines:
+        depends = any(id(weight) in loss.leaves for weight in weights)
+        if loss.trains_nothing and not depends and loss.site in self._training_lines:
             return (
                 [
                     f"the loss at {loss.site} depends on no parameter this time: it is a constant, while earlier losses"
@@ -129,13 +130,13 @@ class ScalerErrors:
                 f"for a batch that adds nothing to the loss, skip {loss.site} and this step (if not loss.grad_fn:"
                 " continue), or make the loss 0 * output.sum()",
             )
-        if loss.trains_nothing:
+        if loss.trains_nothing and not depends:
             return (
                 [f"the loss at {loss.site} is a tensor of its own, or made of one: no gradient flows to a parameter"],
                 f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
                 " torch.tensor(...) on the way",
             )
-        if not any(id(weight) in loss.leaves for weight in weights):
+        if not depends:
             of_models = {id(weight) for model in session.models() for weight in model.parameters()}
             if not any(id(weight) in of_models for weight in weights):
                 return (
@@ -148,8 +149,11 @@ class ScalerErrors:
                 " .detach() and no_grad on the way",
             )
         return (
-            [f"the backward pass at {loss.site} reaches them, and the gradients are gone: zero_grad() came after it"],
-            "optimizer.zero_grad() before the backward pass, or after scaler.step(optimizer)",
+            [
+                f"the loss at {loss.site} depends on them: its backward pass did not run, or left them out, or"
+                " zero_grad() came after it"
+            ],
+            "scaler.scale(loss).backward() before scaler.step(optimizer), and no optimizer.zero_grad() in between",
         )
 
 
@@ -235,7 +239,7 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
     total = sum(1 for _ in _weights_of(optimizer))
     lines = list(dict.fromkeys(filter(None, map(casts.find, low))))
     made = f"no {' and no '.join(lines)}" if lines else "no .half(), dtype=torch.float16 or torch_dtype=torch.float16"
-    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} are in float16"]
+    details = [f"{len(low)} of {total} parameters of {type(optimizer).__name__} have float16 gradients"]
     named = find_low_lines(levels.own.file) if levels.own is not None and not lines else []
     if named:
         details.append(f"lines that name a 16-bit dtype: {', '.join(named[:_MOST_NAMES])}")

@@ -32,7 +32,8 @@ _LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat
 _COMPUTED = (ast.Call, ast.BinOp)  # expressions that compute a tensor
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
-_LIBRARIES = ("<", str(Path(threading.__file__).parent) + "/contextlib.py", "importlib")
+_STDLIB = Path(threading.__file__).parent
+_LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
 """Beginnings of the file names of code that is not the user's: generated code, contextlib and importlib."""
 
 

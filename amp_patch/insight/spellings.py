@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     """Return the text of each tensor in the user's innermost line; "" if that is not known.
 
     `weights` says for each tensor whether it is a weight. If one floating tensor that is no weight is left without a
-    text, and one argument in the line could not be read, this argument is taken for the text of this tensor.
+    text, and one argument in the line could not be read, this argument is taken for the text of this tensor, unless
+    the line shows that it is another one.
     """
     level = levels.innermost
     expression = None if level is None else find_expression(level.frame, level.index)
@@ -75,7 +77,7 @@ def _find_text(
 
 
 def _find_computed_again(tensor: Tensor, known: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the text of the one expression with the dtype and shape of a tensor, if it is a call; else [].
+    """Return the text of the one expression with the dtype and shape of a tensor, if it ends with a call; else [].
 
     Each evaluation of a call such as `x[0].double()` makes a new tensor, so the storage cannot identify it.
     """
@@ -107,13 +109,13 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
         return []
     calls = [level.frame.f_locals.get("args") for level in levels.within() if level.frame.f_code is MODULE_CALL]
     given = next((args for args in calls if isinstance(args, tuple)), ())
-    return [
-        (source.spell(part), value) for part, value in zip(node.args, given, strict=False) if isinstance(value, Tensor)
-    ]
+    # The arguments after `*batch` have other places than in the source, and no text of their own.
+    parts = itertools.takewhile(lambda part: not isinstance(part, ast.Starred), node.args)
+    return [(source.spell(part), value) for part, value in zip(parts, given, strict=False) if isinstance(value, Tensor)]
 
 
 def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
-    """Return the texts of the arguments that are calls, operators or subscripts, and are or may be floating tensors.
+    """Return the texts of the arguments that are calls, binary operators or subscripts, and may be floating tensors.
 
     Returns [] for a module with submodules, whose operands need not be its arguments.
     """

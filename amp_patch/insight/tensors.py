@@ -44,7 +44,7 @@ def _read_address(tensor: Tensor) -> int:
 def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the floating and complex tensors with values among `values`, and in containers of them.
 
-    float8 is left out: most kernels of torch do not take it.
+    float8 is left out: most kernels of torch do not take it. So is a tensor without an address (see `storage_of`).
     """
     for tensor in tensors_in(values):
         is_readable = tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)

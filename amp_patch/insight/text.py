@@ -37,7 +37,9 @@ def format_recording(
     forward = choose_forward(recording, with_all=with_all)
     table = {"module": _by_module, "op": _by_op, "entry": _by_entry}[by](forward, width)
     if not forward:
-        table = f"every op of the forward pass ran as in plain torch; {_SHOW_ALL}"
+        table = "no op of the forward pass was recorded"
+        if any(op.phase in _FORWARD for op in recording.ops):
+            table = f"every op of the forward pass ran as in plain torch; {_SHOW_ALL}"
     lines = [entitle_recording(recording), "", table]
     if by == "module":
         lines += _legend(recording, forward)
@@ -68,7 +70,7 @@ def _describe_hidden(recording: Recording, forward: Iterable[OpRecord]) -> Itera
 
 
 def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
-    """Yield a line for each mark in the rows that needs an explanation."""
+    """Yield a line for each mark, and for the names of several models, if the rows have them."""
     if any(map(_is_computed_in_float32, ops)):
         yield "* products computed in float32 from rounded operands, then rounded: see `compute` in the presets"
     if recording.run.prefixes and any(op.module for op in ops):
@@ -113,7 +115,7 @@ def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 
 
 def _is_of_interest(op: OpRecord) -> bool:
-    """Return whether an op is listed, casts, mixes dtypes or runs in 16 bits. Other ops run as in plain torch."""
+    """Return whether a floating op is listed, casts, mixes dtypes or runs in 16 bits. Others run as in plain torch."""
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
     if not floating:  # lists do not act on whole numbers
         return False

@@ -207,6 +207,7 @@ class Tracer(Recorder):
             largest_weight: the largest magnitude of a weight before the first step of the run; inf if unknown.
         """
         self._count = self._finder.step = self._finder.findings.step = step
+        self._quiet.set_step(step)
         self._loss.base, self._largest_weight.base = smallest_loss, largest_weight
         self.run = describe_run(session)
         self._session = session

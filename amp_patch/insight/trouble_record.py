@@ -82,7 +82,10 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
         settings.append(f"loss scale {trouble.loss_scale:g}")
     rates = sorted(set(trouble.learning_rates), reverse=True)
     if rates:
-        settings.append(f"learning rate {' and '.join(f'{rate:.3g}' for rate in rates[:3])}")
+        shown = [f"{rate:.3g}" for rate in rates[:3]]
+        if len(rates) > len(shown):
+            shown.append(f"{len(rates) - len(shown)} more")
+        settings.append(f"learning rate {' and '.join(shown)}")
     if settings:
         yield "state", ", ".join(settings)
     yield "replay", _describe_replay(trouble)
@@ -101,7 +104,10 @@ def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"
     if not trouble.faults:
-        return f"{text}. No op gave a value that does not fit: another rank did, or code outside of torch"
+        source = "another rank did, or code outside of torch"
+        if trouble.differences:
+            source += ", or the repetition made none"
+        return f"{text}. No op gave a value that does not fit: {source}"
     # the report counts micro-batches from 1, as in "2 of 4"
     if trouble.micro_batch is not None and trouble.micro_batches > 1:
         text += f"; the first fault is in micro-batch {trouble.micro_batch + 1} of {trouble.micro_batches}"

@@ -47,7 +47,9 @@ class AmpTrainerMixin:
         accelerator = self.accelerator  # type: ignore[attr-defined]
         if accelerator.mixed_precision != "no":
             raise ArgumentTypeError(
-                "fp16 or bf16 is set in the arguments: leave both out, because opt_level decides what runs in 16 bits"
+                f"Accelerate's mixed precision is {accelerator.mixed_precision!r}: leave fp16 and bf16 out of the"
+                " arguments, and mixed precision out of `accelerate launch` and its config, because opt_level decides"
+                " what runs in 16 bits"
             )
         Accelerator.adopt(accelerator)
 

@@ -29,7 +29,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
     When a fit starts, every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a
     model, so calls such as `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself
-    stay float32. The closure of a step runs once, before amp decides whether to skip the step, except under LBFGS.
+    are not cast. The closure of a step runs once, before amp decides whether to skip the step, except under LBFGS.
     Schedules that advance after every step do not advance after a skipped step. The session outlives the fit, so you
     can evaluate and save the model. `amp_patch.reset()` ends it. Without a fit before, `validate` and `test` run
     without amp.

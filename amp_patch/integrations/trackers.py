@@ -30,6 +30,9 @@ class Tracker:
     host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are
     logged.
 
+    An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script has logged a
+    later step there itself, the entry is added to the current step, with its own step as `amp/step`.
+
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function
             `log(tag, value, step)`.
@@ -96,7 +99,7 @@ def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
     if hasattr(target, "log") and not hasattr(target, "add_scalar"):
 
         def log_all(step: int, numbers: Mapping[str, float]) -> None:
-            target.log({f"flight/{name}": number for name, number in numbers.items()}, step=step)
+            _log_to_run(target, {f"flight/{name}": number for name, number in numbers.items()}, step)
 
         return log_all
     log = _as_log(target)
@@ -108,12 +111,22 @@ def log_samples(target: Any) -> Callable[[int, Mapping[str, float]], None]:
     return log_each
 
 
+def _log_to_run(target: Any, numbers: Mapping[str, float], step: int) -> None:
+    """Log numbers to Weights & Biases: at their step, or at the current step if that is later."""
+    run = getattr(target, "run", None) or target  # `wandb.run`, if the target is the module
+    current = getattr(run, "step", 0)
+    if isinstance(current, int) and current > step:
+        target.log({**numbers, "amp/step": step}, commit=False)
+    else:
+        target.log(dict(numbers), step=step)
+
+
 def _as_log(target: Any) -> Log:
     """Return a function that logs one number to any of the targets. Raises ArgumentTypeError for anything else."""
     if hasattr(target, "add_scalar"):
         return lambda tag, value, step: target.add_scalar(tag, value, step)
     if hasattr(target, "log"):
-        return lambda tag, value, step: target.log({tag: value}, step=step)
+        return lambda tag, value, step: _log_to_run(target, {tag: value}, step)
     if callable(target):
         return target  # type: ignore[no-any-return]
     raise ArgumentTypeError(

@@ -486,7 +486,7 @@ def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[
 def _is_in_place(name: str) -> bool:
     """Return whether a function of that name writes its first argument, such as `add_` and `__setitem__`."""
     if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i")
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_")
 
 

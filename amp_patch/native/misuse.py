@@ -149,8 +149,8 @@ _TEXTS = {
         "Call scheduler.step() only if scaler.get_scale() has not fallen in scaler.update()",
     ),
     Kind.UNSAVED_SCALER: (
-        "the checkpoint has the optimizer's state but not the GradScaler's, so a resumed run skips steps until its"
-        " scale fits",
+        "the checkpoint has the optimizer's state but not the GradScaler's, so a resumed run may skip steps until"
+        " its scale fits",
         "Save scaler.state_dict() as well, and load it with scaler.load_state_dict",
     ),
 }

@@ -20,8 +20,9 @@ def find_root(module: nn.Module) -> nn.Module:
     """Return the model of a module that is being called.
 
     The model is the outermost module that contains `module` and has a method on the Python stack, without wrappers such
-    as DistributedDataParallel (see `unwrap`). Any method counts, not only `forward`, because trainers call methods such
-    as `training_step`. If no such module is on the stack, `module` itself is the model.
+    as DistributedDataParallel (see `unwrap`). Any method whose first argument is `self` counts, not only `forward`,
+    because trainers call methods such as `training_step`. If no such module is on the stack, `module` itself is the
+    model.
     """
     root = module
     frame: types.FrameType | None = sys._getframe(1)

@@ -59,7 +59,7 @@ class _ScalerUse:
     optimizer, the key is the optimizer's id.
 
     Attributes:
-        backwards: the number of backward passes of scaled losses.
+        backwards: how many times a scaled loss has gone backward.
         backwards_at_update: `backwards` at the last `update`.
         backwards_at_step: `backwards` at the last `scaler.step` of each optimizer.
         unscaled_at: the line of `unscale_` for each optimizer since the last `update`.
@@ -330,7 +330,8 @@ class ScalerWatch:
             try:
                 result = original(scaler, *args, **kwargs)
             except Exception as error:
-                self._explain(error, scaler, None, "update")
+                if not (args or kwargs):  # torch refuses a wrong `new_scale`, whatever the calls before
+                    self._explain(error, scaler, None, "update")
                 raise
             use = self._uses.get(scaler)
             if use is not None:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import events
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
+from ..torch_dispatch import get_found_inf
 from ..torch_private import get_backward_id, reads_found_inf
 from .changes import Changes, Kind
 from .session import NativeSession, find_session, has_own_amp
@@ -152,14 +153,17 @@ class ScriptSteps:
                     enclosing.has_stepped = True
                 return result
 
-            # GradScaler has found an overflow, and skipped the optimizer: no hook has seen the step
+            # No hook has seen the step: GradScaler has skipped it, or the optimizer is no torch.optim.Optimizer.
+            # It has waited for the flags already.
+            flags = get_found_inf(scaler, optimizer)
+            is_skipped = not flags or any(map(bool, flags))
             session = find_session()
             if not has_own_amp():
                 self._checks.end_step(optimizer, is_open=session is not None)
             if session is not None and scaler.is_enabled():
                 session.use_scaler(scaler)
                 self._report_begin(session, optimizer)
-                self._report_end(session, optimizer, is_skipped=True)
+                self._report_end(session, optimizer, is_skipped=is_skipped)
             return result
 
         return step

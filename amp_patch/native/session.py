@@ -61,7 +61,7 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 
 
 class NativeSession(Session):
-    """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` there are no lists, and it only observes.
+    """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
 
     `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Its loss
     scale is the scale of the script's GradScaler.

@@ -19,7 +19,7 @@ class StepChecks:
     """Follows the regions of `torch.autocast` and the optimizer steps of a script.
 
     A step before the first region is no error, because the script may enter a region later: after a warm-up, or after
-    it has trained another model in float32. `check_end` raises the error if the script ends without a region.
+    it has trained another model in float32. `check_end` raises the error if the script ends without mixed precision.
 
     Args:
         needs_region: whether nothing is to happen before the script uses mixed precision, usually because the changes

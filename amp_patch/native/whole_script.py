@@ -41,8 +41,8 @@ next installation uses that region."""
 
 
 class WholeScript:
-    """Puts each thread in one region, from its first call of a model on. Backward passes and optimizer steps run with
-    autocast disabled.
+    """Puts each thread in one region, from its first call of a model on. Backward passes run with
+    autocast disabled, and so do optimizer steps without a closure.
 
     Args:
         low: the dtype of the region.

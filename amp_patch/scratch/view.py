@@ -44,7 +44,7 @@ class Location(NamedTuple):
     """The file that a script's path means.
 
     Attributes:
-        path: the located path.
+        path: the located path. In a shared folder, links may remain in it.
         direct: the path by which the original functions reach the file in the lower layer or in a shared folder: the
             script's own path if it leads there without redirection, else an absolute path.
         is_shared: whether the file is in a shared folder, which is not redirected, or in the folder of the run itself.
@@ -215,7 +215,7 @@ class View:
         return None
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in the folder at a located path. Raises OSError if there is no folder."""
+        """Return the names in the folder at a located path; none if nothing is there. Raises OSError for a file."""
         names: dict[str, None] = {}
         if self.sees_lower(path):
             names = dict.fromkeys(_listdir(path))
@@ -272,7 +272,7 @@ class View:
     def prepare_folder_of(self, path: str, given: Any) -> str:
         """Return the path to write for a located path, and make its folder in the upper layer.
 
-        Raises the error that the system raises if the folder does not exist, or may not be written to. `given` is the
+        Raises OSError if the folder does not exist, or may not be written to. `given` is the
         path to name in errors.
         """
         parent = os.path.dirname(path)

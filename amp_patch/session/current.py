@@ -355,9 +355,15 @@ def disable() -> None:
     with state.lock:
         close_if_over()
         if state.session is not None:
+            level, alive = state.session.policy.opt_level, state.session.models()
+            if not alive:
+                raise SessionError(
+                    f"opt_level {level} is in force for a session block: leave the block before"
+                    " initialize(enabled=False)"
+                )
             raise SessionError(
-                f"opt_level {state.session.policy.opt_level} is in force for {describe(state.session.models())}, which"
-                " is still alive: call amp.reset() before initialize(enabled=False)"
+                f"opt_level {level} is in force for {describe(alive)}, still in use: call amp.reset() before"
+                " initialize(enabled=False)"
             )
         state.is_disabled = True
 

@@ -131,8 +131,8 @@ class Session:
         self._installer.remove_patches_of_ops()
 
     def observing_all(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, all listed ops are patched, so that watchers can observe them. In
-        a session of `initialize`, they always are.
+        """Return a context manager. Inside its block, all listed ops are patched, so that watchers can observe them. It
+        changes nothing in a session of `initialize`, which patches them when it opens, if its level patches functions.
         """
         return contextlib.nullcontext()
 
@@ -176,7 +176,7 @@ class Session:
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, no op of this thread is cast."""
+        """Return a context manager. Inside its block, no patched op of this thread is cast. Cast models still are."""
         return self.switch.region(Mode.OFF)
 
     # ---- contents ----------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Session:
         return self.bindings.models()
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype in which whitelisted ops run in this thread now; None if nothing is cast."""
+        """Return the dtype in which whitelisted ops run where ops of this thread are cast; None at a float32 level."""
         return self.policy.low_dtype
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
@@ -315,6 +315,8 @@ class Session:
             if isinstance(loss, (list, tuple, dict)):
                 advice = "add the losses up first"
             raise ArgumentTypeError(f"scale_loss takes the loss as a tensor, not {type(loss).__name__}: {advice}")
+        if loss.is_complex():
+            raise ArgumentTypeError(f"the loss is {dtype_name(loss.dtype)}: pass a real number, such as its .abs()")
         if not loss.is_floating_point():
             raise ArgumentTypeError(
                 f"the loss is {dtype_name(loss.dtype)}, and only a floating one has gradients: pass it as it is before"
@@ -323,7 +325,7 @@ class Session:
         if loss.device.type != self.device_type:
             raise SessionError(
                 f"the loss is on {loss.device.type}, but the models were on {self.device_type} when initialize was"
-                " called: move the model to its device first, then call initialize"
+                " called: move the model to its device first, then call initialize, and pass the loss as it is there"
             )
         all_flags = []
         for optimizer in optimizers:

@@ -77,7 +77,7 @@ class FirstStepChecks:
         if self._scale_updates.process_groups or self._flags.groups.has_gradients():
             return
         if all(scaler.awaits_backward for scaler in self._scale_updates.scalers):
-            warn(f"step() of {self._describe()} before any backward pass: call scaled_loss.backward() in the block")
+            warn(f"step() of {self._describe()} before a scaled loss went backward: call scaled_loss.backward()")
             return
         warn(
             f"step() of {self._describe()} after a scale_loss block, but none of its parameters has a gradient: it"

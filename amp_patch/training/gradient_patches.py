@@ -88,7 +88,7 @@ def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: 
 
 
 def note_forward(original: Callable[..., Any], local: LocalGradients) -> Callable[..., Any]:
-    """Return a forward of DistributedDataParallel that first calls `local.on_forward`.
+    """Return a forward of DistributedDataParallel that first calls `local.on_forward`, except in compiled code.
 
     `on_forward` records whether the module will reduce its gradients. This depends on a flag that `no_sync` clears, and
     that torch reads in the forward, too.

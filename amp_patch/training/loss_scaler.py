@@ -169,10 +169,10 @@ class LossScaler:
         """Set the scale of the next losses, also if the scale is static.
 
         The passes since the last update count as one step first, unless ranks decide together. Raises ValueError unless
-        `loss_scale` is finite and positive.
+        float32 holds `loss_scale` as a finite positive number.
         """
-        if not (math.isfinite(loss_scale) and loss_scale > 0):
-            raise ValueError(f"loss_scale={loss_scale} must be finite and positive")
+        if not 0 < round_to_float32(loss_scale) < math.inf:
+            raise ValueError(f"loss_scale={loss_scale} must be finite and positive, in float32")
         if not self.is_shared:
             self.update()  # an update at the next step would change the scale that is set here
         self.scale = torch.tensor(float(loss_scale), dtype=torch.float32, device=self.scale.device)

@@ -103,7 +103,8 @@ class Masters:
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
-        is_compiled: whether a model runs in compiled code, which does not call `sync` before its forward pass.
+        is_compiled: whether a model was compiled, so that its forward pass calls no `sync`, since the last warning of
+            this.
         is_paused: whether forward passes call no `sync`, because a step is repeated with copies of weights.
     """
 
@@ -136,6 +137,10 @@ class Masters:
         master = self._split.add(parameter, data)
         self.pairs[id(master)] = parameter, master
         return master
+
+    def find_stored(self) -> list[Tensor]:
+        """Return the tensors that split masters keep in memory beside parameters and open masters."""
+        return self._split.find_stored()
 
     def clear(self) -> None:
         """Forget all masters."""

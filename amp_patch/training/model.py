@@ -175,8 +175,8 @@ class ModelBinding:
                 self._register(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Without module rules, make layers accept float32 inputs, because scripts call submodules directly. With
-        rules, `_cast_at_borders` has done this.
+        """Without module rules, cast float32 inputs of layers: of `STRICT_LAYERS` always, of others where the script
+        calls them directly. With rules, `_cast_at_borders` has done this.
         """
         if self._runs or low not in LOW_DTYPES:
             return

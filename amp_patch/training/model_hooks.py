@@ -104,7 +104,7 @@ class TakeOutsideInput(TakeAnyInput):
     """Forward pre-hook of a cast module that accepts any dtype: cast its inputs if the script calls it directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left as they are. A forward that a backward pass
-    runs again (checkpointing) is treated like the last forward before it.
+    runs again (checkpointing) is treated like the last forward before it. Compiled code casts no inputs here.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -337,7 +337,7 @@ class LoadMasters(SessionHook):
                 continue
             if is_assigned and tensor.dtype in LOW_DTYPES:
                 raise SessionError(
-                    f"load_state_dict(assign=True) would replace {prefix}{name}, which initialize has cast to"
+                    f"load_state_dict(assign=True) would replace {prefix}{name}, which amp_patch keeps in"
                     f" {dtype_name(tensor.dtype)}. Load without assign=True, or before initialize."
                 )
             # torch.distributed.checkpoint passes the parameter itself if the checkpoint lacks it: then keep the master

@@ -5,8 +5,8 @@ A master is the float32 copy of a parameter on which the optimizer steps. While 
 (see `halves`). So an edit of the parameter is an edit of the master (see `LowHalf`).
 
 A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
-ordinary `torch.nn.Parameter`, until the next step has ended. It is the same object all the time, so groups, optimizer
-states and scripts may hold it.
+ordinary `torch.nn.Parameter`, until it is written to its parameter, as after a step, while no script holds its values.
+It is the same object all the time, so groups, optimizer states and scripts may hold it.
 
 A closed master keeps its gradient in the dtype in which the backward pass left it, until Python code reads it, or the
 master is opened.
@@ -318,6 +318,13 @@ class SplitMasters:
         """Return the split master of a parameter, open or closed, or None."""
         found = self.masters.get(id(parameter))
         return None if found is None else found[0]
+
+    def find_stored(self) -> list[Tensor]:
+        """Return the tensors in memory for the masters: low halves, copies of parameters, and gradients."""
+        stored: list[Tensor | None] = []
+        for master, half in self.masters.values():
+            stored += [half.low, half.written, get_gradient(master)]
+        return [tensor for tensor in stored if tensor is not None]
 
     def choose(self, ids: Collection[int]) -> "SplitMasters":
         """Return the split masters of the parameters whose id is in `ids`."""

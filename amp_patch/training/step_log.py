@@ -213,8 +213,11 @@ def warn_of_small_scale(scaler: LossScaler) -> None:
     is_first = scaler.warned_scale == math.inf
     scaler.warned_scale = scale
     if is_first:
+        problem = "gradients overflow although the loss is hardly scaled any more"
+        if scale > 1:
+            problem = "gradients overflow at the least scale that min_loss_scale allows"
         warn(
-            f"the loss scale has fallen to {scale}: gradients overflow although the loss is hardly scaled any more."
+            f"the loss scale has fallen to {scale}: {problem}."
             " Look for NaN in the data, a learning rate that is too high, or an op that needs float32:"
             f" {TRACE} finds it."
         )

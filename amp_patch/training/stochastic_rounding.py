@@ -5,11 +5,12 @@ A value that lies at 0.3 of the way from one bfloat16 number to the next is roun
 bfloat16 in each step keeps moving. Rounding to nearest would leave it as it is.
 
 The random number for an element is a function of the number of the step and of the element's *position*, a number that
-the caller gives it. So it is the same on each rank, and the random numbers of the script are not used. Positions are
-divided into blocks of equal size. Position i of a block gets the upper 16 bits of `a * t[i] + b` in 32 bits. The
-table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each number is uniform, and two numbers
-are independent if their elements of the table differ by an odd number, and nearly independent if not (Dietzfelbinger
-1996, "Universal hashing and k-wise independent random variables via integer arithmetic without primes").
+the caller gives it. So it is the same on each rank with the same type of device, and the random numbers of the script
+are not used. Positions are divided into blocks of equal size. Position i of a block gets the upper 16 bits of
+`a * t[i] + b` in 32 bits. The table `t` has random numbers, and `a` and `b` are drawn anew for each block. So each
+number is uniform, and two numbers are independent if their elements of the table differ by an odd number, and nearly
+independent if not (Dietzfelbinger 1996, "Universal hashing and k-wise independent random variables via integer
+arithmetic without primes").
 """
 
 import itertools

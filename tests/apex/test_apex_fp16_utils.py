@@ -145,6 +145,14 @@ def test_an_overflow_is_an_element_that_is_not_finite(value):
     assert fp16_utils.LossScaler().has_overflow(params) is False
 
 
+def test_sparse_gradients_are_checked():
+    table = nn.Embedding(3, 2, sparse=True)
+    for factor in (1.0, float("inf")):
+        table.weight.grad = None
+        (table(torch.tensor([0, 0])) * factor).sum().backward()
+        assert fp16_utils.DynamicLossScaler().has_overflow([table.weight]) is (factor != 1.0)
+
+
 def test_a_static_scaler_scales_losses_and_stays():
     parameter = nn.Parameter(torch.ones(2))
     scaler = fp16_utils.LossScaler(8.0)

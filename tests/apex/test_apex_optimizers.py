@@ -280,6 +280,15 @@ def test_without_a_kernel_for_the_device_the_formula_steps_and_skips(cls, monkey
     assert_same(by_kernel, [p for group in optimizer.param_groups for p in group["params"]])
 
 
+def test_a_step_that_is_skipped_gives_no_first_momentum():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = FusedSGD([weight], lr=1.0, momentum=0.9, dampening=0.5)
+    for found_inf in (1.0, 0.0):
+        weight.grad, optimizer.found_inf = torch.ones(2), torch.tensor(found_inf)
+        optimizer.step()
+    assert weight.tolist() == [-1.0, -1.0]  # the whole first gradient, and not half of it
+
+
 def test_steps_that_were_counted_on_the_device_go_on_and_are_saved_as_a_number():
     found, expected = (FusedAdam(make_params(), lr=0.01) for _ in range(2))
     run(found, make_gradients(2))

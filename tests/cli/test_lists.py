@@ -109,7 +109,7 @@ blacklist: runs in float32
 neutral: taken off its list, so it runs in the dtype it is given
   cat    mine.yaml:6
 
-missing: torch has no such op
+missing: there is no such op
   soon  blacklist    mine.yaml:2
 
 deferred: takes effect when the package is imported
@@ -366,6 +366,13 @@ def test_init_writes_a_list_that_is_right_and_changes_nothing_yet(write, lists):
         path.write_text(re.sub(r"^  # - ", "  - ", text, flags=re.MULTILINE))  # the examples are right, too
         assert lists("check", path)[0] == 0
         schema.validate(yaml.safe_load(path.read_text()))
+
+
+def test_init_names_the_level_of_the_dtype_for_which_the_base_is_written(lists, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, base, level in [("a.yaml", "bfloat16", "O4"), ("b.yaml", "a.yaml", "O4"), ("c.yaml", "paper", "O1")]:
+        assert lists("init", path, "--extends", base)[0] == 0
+        assert f'opt_level="{level}"' in Path(path).read_text()
 
 
 def test_init_refuses_and_writes_nothing(write, lists, tmp_path):

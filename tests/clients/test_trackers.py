@@ -4,6 +4,7 @@ Guards: integrations/trackers.
 """
 
 import json
+import types
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert [row["amp/loss_scale"] for row in rows.values()] == [256, 128, 128]
     assert [row["amp/steps_skipped"] for row in rows.values()] == [0, 1, 1]
     assert [row["amp/grad_norm"] for row in rows.values()] == pytest.approx(true_norms((2, 4, 6)), rel=0.02)
+
+
+@pytest.mark.parametrize("make_target", [lambda run: run, lambda run: types.SimpleNamespace(run=run, log=run.log)])
+def test_an_entry_for_a_step_before_the_current_one_of_a_run_is_added_to_that(make_target):
+    logged = []
+    run = types.SimpleNamespace(step=5, log=lambda numbers, **how: logged.append((numbers, how)))
+    train(Tracker(make_target(run), every=2), "O4")
+    numbers, how = logged[0]
+    assert (numbers["amp/step"], how) == (2, {"commit": False})
+    assert logged[-1][1] == {"step": 6}
 
 
 @pytest.mark.parametrize("arguments", [(object(),), (print, 0)], ids=["target", "every"])

@@ -82,6 +82,8 @@ SURE = {
     "    loss = model(x)\n" + STEP,
     "region-by-name": "region = torch.autocast('cuda', torch.half)  # AMP602\nfor x in batches:\n    with region:\n"
     "        loss = model(x)\n    loss.backward()\n    optimizer.step()\n",
+    "gradients-by-phase": "with torch.set_grad_enabled(phase == 'train'):\n"
+    "    with torch.autocast('cuda', torch.half):  # AMP602\n        loss = model(x)\n" + STEP,
     "region-in-a-helper": "def forward(x):\n    with torch.autocast('cuda'):  # AMP602\n        return model(x)\n"
     "def main():\n    loss = forward(x)\n    loss.backward()\n",
     "scaler-that-is-off": "from torch.amp import GradScaler as Scaler\nscaler = torch.amp.GradScaler(enabled=False)\n"

@@ -40,7 +40,8 @@ def test_directories_are_walked_without_what_is_not_the_users(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.py")
-    assert sorted(find_files([tmp_path, tmp_path / "a.py"])) == sorted(tmp_path / name for name in wanted)
+    again = [tmp_path / "a.py", tmp_path / "models" / ".." / "a.py"]
+    assert sorted(find_files([tmp_path, *again])) == sorted(tmp_path / name for name in wanted)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_findings_in_notebooks_name_cell_and_line(write):
     magics += "files = !ls\nmodel?\nif files:\n    %time\n"
     cells = [
         magics + SETUP,
-        "%%bash\nrm -r = =",
+        "\n%%bash\nrm -r = =",
         "%%time\nx = (7\n% 3\n!= 1)\n" + FAULT,
         (FAULT + "\n# more").splitlines(True),
     ]

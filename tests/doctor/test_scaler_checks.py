@@ -34,6 +34,7 @@ WRONG = {
     f"else:\n    loss.backward()\n    {CLIP}\n    optimizer.step()\n",
     "clip-after-the-arms": f"if fp16:\n    {GO}else:\n    loss.backward()\nif limit:\n    {CLIP}  # AMP701\n"
     "if fp16:\n    scaler.step(optimizer)\n    scaler.update()\nelse:\n    optimizer.step()\n",
+    "clip-after-a-loop-that-breaks": f"while True:\n    {GO}    break\n{CLIP}  # AMP701\n{STEP}",
     "clip-of-a-named-loss": f"scaled = scaler.scale(loss)\nscaled.backward()\n{CLIP}  # AMP701\n{STEP}",
     "unscaled-loss-in-a-loop": "for x in loader:\n    loss = f(x)\n    loss.backward()  # AMP702\n"
     "    scaler.step(optimizer)\n    scaler.update()\n",
@@ -77,6 +78,8 @@ WRONG = {
 }
 
 RIGHT = {
+    "fused-steps-take-float16": "model = Net().half()\noptimizer = torch.optim.SGD(model.parameters(), fused=True)\n"
+    f"{GO}{STEP}",
     "clip-in-a-method-that-unscales": "class T:\n    def backward(self, loss):\n        scaler.scale(loss).backward()\n"
     f"    def clip(self):\n        scaler.unscale_(optimizer)\n        {CLIP}\n"
     "    def step(self):\n        scaler.step(optimizer)\n        scaler.update()\n"

@@ -321,6 +321,15 @@ def test_numbers_of_other_hardware_are_not_judged(contracts, check):
     assert verdict.holds and "another CPU" in verdict.notes[0]
 
 
+def test_a_share_of_lost_updates_that_rounds_to_zero_breaks_nothing(contracts):
+    contract = contracts["autocast"]
+    ((name, numbers),) = contract.numbers.items()
+    for kept, holds in ((1.0, True), (0.5, False)):
+        hardware = replace(numbers.hardware, kept=kept, kept_worst="weight")
+        now = replace(contract, numbers={name: replace(numbers, hardware=hardware)})
+        assert judge(contract, now).holds is holds
+
+
 def test_a_script_that_draws_other_numbers_promises_none(tmp_path):
     source = AUTOCAST.replace(
         "x = torch.randn(16, 8)", "torch.manual_seed(__import__('time').time_ns() % 2**31); x = torch.randn(16, 8)"
@@ -447,6 +456,12 @@ def test_sketches_estimate_norms_and_differences():
     assert 0.8 < sum(ratios) / len(ratios) < 1.25
     assert compare_sketches(sketch_all([base]), sketch_all([base])) == 0
     assert sketch_all([torch.empty(0)]) == ()
+
+
+def test_a_number_that_is_nan_in_both_runs_is_no_difference():
+    masked = torch.where(torch.arange(64) < 32, -float("inf"), 1.0)
+    assert compare_sketches(sketch_all([masked]), sketch_all([masked])) == 0
+    assert compare_sketches(sketch_all([masked]), sketch_all([torch.ones(64)])) == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,18 @@ def test_memory_is_counted_for_as_long_as_it_lives():
     assert count_watching_modes() == count_dispatch_modes() == 0
 
 
+def test_memory_counts_the_low_halves_of_split_masters():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O5", split_masters=True, verbosity=0)
+    model.weight.grad = torch.zeros_like(model.weight)
+    meter = PeakMeter(current.require())
+    meter.start()
+    meter.stop()
+    # the weight, its gradient, the low half, and the copy of the weight that shows edits: 2 bytes each
+    assert meter.peak == 4 * 2 * 64 * 64
+
+
 def test_times_leave_the_first_step_out(monkeypatch):
     times = iter([0.0, 5.0, 5.0, 5.2, 5.2, 5.5, 5.5, 5.9, 5.9])
     monkeypatch.setattr("amp_patch.insight.comparing.probes.time.process_time", lambda: next(times))

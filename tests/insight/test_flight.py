@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -311,6 +312,8 @@ def test_a_file_holds_the_samples_and_a_chart_is_drawn_of_what_grew(tmp_path):
     assert "20 samples" in repr(recording) and "grew from" in recording._repr_html_()
     page = make_report(recording)
     assert page.count("<figure>") == 2 and "Largest magnitude of the output of 0" in page
+    steady = replace(recorder.records[0], name="Net.QKV", subject=FlightKind.OUTPUT, low="f16", largest=(1.0,) * 20)
+    assert "the output of Net.QKV is the largest" in make_report(replace(recording, records=[steady]))
     path.write_text(path.read_text().replace('"largest": [', '"largest": [1.0, '))
     with pytest.raises(RecordError, match="not a recording"):
         insight.Recording.read(path)

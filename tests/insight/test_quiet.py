@@ -13,6 +13,7 @@ from training import take_step
 
 import amp_patch as amp
 from amp_patch import insight
+from amp_patch.insight.quiet import updates
 from amp_patch.insight.recorder import in_block
 from amp_patch.insight.tracer import Tracer
 
@@ -53,6 +54,14 @@ def test_a_report_says_how_much_is_lost_of_what_and_what_keeps_it():
     assert "every value fits, in 3 steps" in text and "lost quietly in bfloat16" in text
     for told in ("Adam.step()", "lost update", lost.tensor, 'opt_level="O5"'):
         assert told in text
+
+
+@pytest.mark.parametrize("room", [128 + 16 + 16, 128, 32])
+def test_weights_beyond_the_budget_of_a_step_have_their_turn_again_and_again(room, monkeypatch):
+    # the largest weight has 128 elements, all together have 210
+    monkeypatch.setattr(updates, "BUDGET", room)
+    (lost,) = lost_by(lambda weights: torch.optim.SGD(weights, lr=1e-7), steps=8)
+    assert lost.looked >= 3
 
 
 def test_a_weight_is_counted_once_although_its_name_changes_with_a_second_model():

@@ -236,3 +236,10 @@ def test_a_list_gets_an_entry_for_each_call_that_raises(run):
 def test_a_gradient_is_not_said_to_be_older_than_the_first_call():
     gradient = Operand("param.grad", "bf16", OperandOrigin.WEIGHT, "the gradient of fc.weight")
     assert describe_operand(gradient) == "param.grad: bfloat16, the gradient of fc.weight"
+
+
+def test_a_cast_is_named_only_while_the_tensor_has_the_dtype_that_it_gave():
+    model = torch.nn.Linear(2, 2).half()
+    assert casts.find(model.weight).startswith(".half() at test_raised.py:")
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    assert casts.find(model.weight) == ""

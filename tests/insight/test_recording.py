@@ -39,6 +39,7 @@ from amp_patch.insight.recorder import Recorder
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import OpRecord, RunRecord
 from amp_patch.insight.rules import RuleFinder
+from amp_patch.insight.sites import casts_result
 from amp_patch.insight.text import fold_layers, merge_steps
 from amp_patch.patching import Patcher
 from amp_patch.torch_private import count_dispatch_modes
@@ -127,6 +128,18 @@ def test_a_reset_in_a_block_ends_the_recording():
         assert not find_changes()
         model(torch.zeros(1, 4, dtype=torch.long))
     assert sum(record.calls for record in forward(found, "F.layer_norm")) == 4
+
+
+def test_a_recording_without_ops_says_so():
+    with insight.recording() as recorded:
+        pass
+    assert "no op of the forward pass was recorded" in insight.format_recording(recorded, with_all=True)
+
+
+def test_a_cast_in_a_statement_that_is_a_call_is_found(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("if keeps:\n    kept.append(torch.exp(x).half())\n    kept.append(torch.exp(x))\n")
+    assert [line for line in (1, 2, 3) if casts_result(str(path), line)] == [2]
 
 
 def test_blocks_do_not_nest():

@@ -625,7 +625,7 @@ def test_a_fault_in_a_step_within_a_backward_pass_is_found_and_leaves_no_mode():
     ("compute_loss", "factor"),
     [
         (lambda x, y: F.cross_entropy(x, y, weight=torch.rand(4)), 1),
-        (lambda x, y: F.cross_entropy(x, y, weight=torch.rand(4), reduction="sum"), 32),
+        (lambda x, y: F.cross_entropy(x, y, weight=torch.rand(4), reduction="sum"), 8),
         (lambda x, y: F.cross_entropy(x, y, ignore_index=2), 1),  # 2 is also the number of reduction="sum"
         (lambda x, y: F.binary_cross_entropy_with_logits(x, x.sigmoid(), weight=torch.rand(8, 4)), 1),
         (lambda x, y: F.smooth_l1_loss(x, x + 1, beta=2.0), 1),

@@ -278,6 +278,26 @@ def evaluate_then_train_plainly() -> None:
     train_plainly()
 
 
+def test_a_step_of_an_optimizer_that_is_none_of_torchs_is_no_skip() -> None:
+    net = nn.Linear(2, 2)
+
+    class Own:
+        param_groups = [{"params": list(net.parameters())}]
+
+        def step(self) -> None:
+            pass
+
+    optimizer, scaler = Own(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with insight.recording() as recording:
+        for factor in (1.0, float("inf")):
+            with torch.autocast("cpu", torch.float16):
+                loss = net(torch.ones(1, 2)).float().sum() * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [step.skipped for step in recording.steps] == [False, True]
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 @pytest.mark.parametrize(
     "before", [train_plainly, lbfgs, evaluate_then_train_plainly], ids=["plain", "closure", "evaluated"]

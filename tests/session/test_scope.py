@@ -126,6 +126,11 @@ def test_a_session_that_took_over_inside_of_a_scope_stays():
     assert amp.stats().opt_level == "O5" and other.weight.dtype is torch.bfloat16
 
 
+def test_amp_is_not_disabled_inside_a_session_block():
+    with amp.session("O4", device="cpu"), pytest.raises(amp.SessionError, match="leave the block"):
+        amp.initialize(make_model(), enabled=False)
+
+
 def test_a_disabled_scope_does_nothing_and_ends():
     model, optimizer = make()
     before = describe(model, optimizer)

@@ -211,6 +211,25 @@ def test_a_name_imported_elsewhere_is_patched_and_restored(monkeypatch):
     assert not amp.is_patched(F, "linear") and amp.get_original(F, "linear") is original
 
 
+def test_the_original_of_a_method_is_bound_as_an_attribute_reads_it():
+    class Layers:
+        @staticmethod
+        def scale(x):
+            return x * 2
+
+        @classmethod
+        def make(cls, x):
+            return x + 1
+
+    before = Layers.scale
+    for name in ("scale", "make"):
+        amp.register_half_function(Layers, name)
+    _model, _optimizer = initialize("O4")
+    assert amp.get_original(Layers, "scale") is before is not Layers.scale
+    assert amp.get_original(Layers, "make")(torch.ones(2)).dtype is torch.float32
+    assert Layers.make(torch.ones(2)).dtype is torch.bfloat16
+
+
 # ---- casts off and on ------------------------------------------------------------------------------------------------
 
 

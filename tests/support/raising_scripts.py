@@ -50,6 +50,13 @@ class Raising(NamedTuple):
 
 
 SCRIPTS = {
+    "unpacked arguments": Raising(
+        "batch = (x,)\nnn.Sequential(lin).bfloat16()(*batch)\n",
+        MIXED,
+        ("mat1: float32, came in as x", ".bfloat16() on the float32 tensor (mat1)"),
+        "",
+        ("(*batch)", "(batch[0].bfloat16())"),
+    ),
     # ---- writes of 16 bits into float32 -----------------------------------------------------------------------------
     "scatter_add": Raising(
         f"{AUTOCAST}    src = lin(x)\n    out = torch.zeros(3, 4).scatter_add(0, index[:, None].expand(3, 4), src)\n",
@@ -292,6 +299,22 @@ out = model(x.half())
         "",
         ("kernel(h, w)", "kernel(h.float(), w)"),
     ),
+    "a hook in the backward pass": Raising(
+        "y, h = lin(x), low().T\ny.register_hook(lambda grad: grad @ h)\ny.sum().backward()\n",
+        MIXED,
+        (", backward: the script raised", "__matmul__ at", "grad: float32", "h: bfloat16", "h.float() in place of h"),
+        "",
+        ("grad @ h", "(grad @ h.float()) @ grad"),
+    ),
+    "a checkpoint that casts when it runs again": Raising(
+        "from torch.utils.checkpoint import checkpoint\n\nruns = []\n\n\ndef block(y):\n    w = lin.weight\n"
+        "    if runs:\n        w = w.bfloat16()\n    runs.append(1)\n    return y @ w\n\n\n"
+        "checkpoint(block, x.requires_grad_(), use_reentrant=True).sum().backward()\n",
+        MIXED,
+        (", recompute: the script raised", "__matmul__ at", "y: float32", "w.float() in place of w"),
+        "",
+        ("y @ w", "y @ w.float()"),
+    ),
     "a backward of the user": Raising(
         """class Product(torch.autograd.Function):
     @staticmethod
@@ -330,6 +353,13 @@ out.float().sum().backward()
         ("zero_grad() came after it",),
         "",
         ("optimizer.zero_grad()\n", ""),
+    ),
+    "a backward pass that is missing": Raising(
+        f"{SCALED}loss = model(x).mean()\nscaled = scaler.scale(loss)\nscaler.step(optimizer)\n",
+        NONE,
+        ("its backward pass did not run", "scaler.scale(loss).backward() before"),
+        "",
+        ("scaler.step", "scaled.backward()\nscaler.step"),
     ),
     "a loss without a graph": Raising(
         f"{SCALED}loss = torch.tensor(model(x).mean().item(), requires_grad=True)\nscaler.scale(loss).backward()\n"

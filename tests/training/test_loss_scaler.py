@@ -225,7 +225,7 @@ def test_a_count_at_or_beyond_the_interval_lets_the_scale_grow(unskipped: int) -
 def test_a_scale_set_by_hand_is_used_next_and_keeps_the_count(loss_scale: Any) -> None:
     scaler = LossScaler(loss_scale)
     run_step(scaler, False)
-    for value in (0.0, -2.0, math.inf, math.nan):
+    for value in (0.0, -2.0, math.inf, math.nan, 1e300, 1e-60):
         with pytest.raises(ValueError, match="finite and positive"):
             scaler.set_loss_scale(value)
     scaler.set_loss_scale(32)

@@ -1,7 +1,7 @@
 """Apex's `apex.amp.amp`: decorators such as `half_function`, `register_half_function` and its like, and `init`.
 
-It also exports all names of `frontend`. The arguments of a registered function are cast in every later session. Apex
-forgot registered functions after the first `initialize`.
+It also exports all names of `frontend`. The arguments of a registered function are cast in every later session that
+patches functions. Apex forgot registered functions after the first `initialize`.
 """
 
 from dataclasses import replace

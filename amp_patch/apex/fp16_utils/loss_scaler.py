@@ -53,7 +53,11 @@ class DynamicLossScaler(LossScaler):
 
         Checks each element; Apex checked only the sum of the elements.
         """
-        gradients = [parameter.grad for parameter in params if parameter.grad is not None]
+        gradients: list[Tensor] = []
+        for parameter in params:
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
         return any(not bool(torch.isfinite(norm)) for norm in norms(gradients, float("inf")))
 
     def update_scale(self, overflow: bool) -> None:

@@ -128,8 +128,8 @@ class FusedAdam(FusedOptimizer):
     def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved state of Apex, or of torch's Adam or AdamW, with one count of steps for each group.
 
-        Raises CheckpointError if the saved weight decay is of the other kind (decoupled or L2), or if the parameters of
-        a group have taken different numbers of steps.
+        Raises CheckpointError if the state says that its weight decay is of the other kind (decoupled or L2), or if the
+        parameters of a group have taken different numbers of steps.
         """
         saved = self._split_flat(super()._convert_state_dict(state_dict))
         for group in saved["param_groups"]:

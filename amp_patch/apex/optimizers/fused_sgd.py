@@ -59,6 +59,9 @@ class FusedSGD(FusedOptimizer):
             lacks_momentum = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
+            # a skipped step gives no first gradient; with dampening, it differs from a later one. Waits for the device.
+            if self.found_inf is not None and group["dampening"] and any(lacks_momentum) and bool(self.found_inf):
+                continue
             # parameters may get their first gradient in different steps, and `sgd_` takes one `is_first` for all
             for is_first in (True, False):
                 chosen = [index for index, lacks in enumerate(lacks_momentum) if lacks is is_first]

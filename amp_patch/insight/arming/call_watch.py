@@ -26,7 +26,10 @@ from .surroundings import ModuleState, RandomState, StatefulModules, read_surrou
 from .tape import Call, Given, Kind, Tape
 
 _CASTS = frozenset({"to", "float", "half", "bfloat16"})
-_DRAWS = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel")
+_DRAWS = (
+    *("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "poisson", "cauchy"),
+    *("geometric", "binomial", "standard_gamma", "dirichlet", "rrelu", "fractional_max_pool", "attention"),
+)
 _IN_BULK = ("_foreach_", "_amp_", "_fused_")
 _WITHOUT_TENSORS = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
@@ -53,8 +56,8 @@ class _ThreadState(threading.local):
 class CallWatch:
     """Watches the calls of models by global hooks, functions between them by a mode of torch, and `backward`.
 
-    The mode is on from the end of a call of a model to the next, or to `backward`. So it sees neither the ops of a
-    model nor those of an optimizer.
+    The mode is on from the end of a call of a model to the next, or to `backward`. So it sees no ops of a model,
+    and those of an optimizer only in a step without `backward` before it.
 
     Args:
         tape: where the calls are written.

@@ -373,11 +373,12 @@ def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequ
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
     A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a
-    scale below 1, or, without such a scale, if a gradient is not finite. A report is printed to stdout.
+    scale below 1, or, without such a scale, if a gradient is not finite. On a GPU, losses are read only without such a
+    scale. A report is printed to stdout.
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
-            weights; "go" lets it run, and stops watching if it changes weights.
+            weights, unless it has a closure; "go" lets it run, and stops watching if it changes weights.
         every: without a dynamic loss scale, look at the gradients of one step in so many.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.
@@ -398,7 +399,7 @@ def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequ
     probe = Armed(lambda: _raise(probe), then=then, every=every, record=record, ignore=ignore)
     undo = UndoStack()
     if any(isinstance(watcher, Probe) for watcher in events.watchers):
-        raise SessionError("another recording is in progress: leave its block first, or call amp.reset()")
+        raise SessionError("another recording is in progress: leave its block first")
     undo.callback(events.watch(probe))
     try:
         if current.state.session is None or current.state.session.gives_way:

@@ -62,8 +62,8 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off, and those of the root on, for the call of a root that has begun.
 
-        Do nothing if that could hide a call in another thread, or make torch.compile compile again what it has compiled
-        with global hooks.
+        Do not if that could hide a call in another thread, or make torch.compile compile again what it has compiled
+        with global hooks; nor in the call after one whose hooks are still on.
         """
         if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
             self._turn_stale_off()
@@ -80,7 +80,10 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on, and those of the root off. Harmless twice."""
+        """Turn the global hooks on, and those of the root off; after an exception, these stay on until the next call.
+
+        Harmless twice.
+        """
         root, self._root = self._root, None
         if root is None:
             return

@@ -87,7 +87,7 @@ class Call:
 class Made:
     """A tensor that a call on the tape has made: one of the tensors in its result, by position.
 
-    `has_graph`: whether the tensor had a graph when the call returned.
+    `has_graph`: whether the tensor required gradients when the call returned.
     """
 
     call: Call

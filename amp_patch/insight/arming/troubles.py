@@ -92,7 +92,10 @@ class TroubleWatch:
         self._of_step: list[Tensor] = []  # losses on other devices than a CPU
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss of one element. On a CPU it is read now; on other devices, once `judge` finds inf or NaN."""
+        """Note a loss of one element. On a CPU it is read now.
+
+        On other devices, `judge` reads it once it finds inf or NaN, but not under a dynamic loss scale.
+        """
         if loss.numel() != 1:
             return
         value = loss.detach()

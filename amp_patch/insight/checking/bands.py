@@ -23,17 +23,19 @@ SAFETY = 4.0
 """A factor above 1, because four variants do not show the largest difference that is possible."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
-"""The floor of a run by its 16-bit dtype: the most by which rounding to this dtype changes a number, relative to the
-number (half a unit in the last place).
+"""The floor of a run by its 16-bit dtype: the most by which rounding to this dtype changes a number in its normal
+range, relative to the number (half a unit in the last place).
 """
 
 FLOAT32_FLOOR = 1e-5
-"""The floor of runs that cast nothing, and of first weights. If 10,000 float32 elements are added in another order,
-their sum changes by less.
+"""The floor of runs that cast nothing, and of first weights. If 10,000 positive float32 elements are added in another
+order, their sum usually changes by a smaller share.
 """
 
 WIDEST = 0.5
-"""A number with a wider band, relative to the number, is not promised: hardly any mistake would leave the band."""
+"""A number with a wider band, relative to the size of the number, is not promised: hardly any mistake would leave the
+band.
+"""
 
 MOST_AT_START = 0.1
 """If two runs with the same seed differ by more than this share in a module's first weights or first output, the script
@@ -44,7 +46,7 @@ CURVES = ("loss scale", "skipped", "loss", "gradient norm", "update norm")
 """The names of the numbers of each step. A number comes after those that may be the cause of its change."""
 
 EXACT = ("loss scale", "skipped")
-"""The names of `CURVES` that have no floor, because rounding does not change them."""
+"""The names of `CURVES` that have no floor, because rounding seldom changes them."""
 
 TENSORS = ("weights", "output", "gradient")
 """Fields of `ModuleNumbersRecord` that are sketches."""
@@ -58,13 +60,14 @@ def norm_of(sketch: Sequence[float]) -> float | None:
 def compare_sketches(base: Sequence[float], values: Sequence[float]) -> float | None:
     """Return the relative difference (L2) of two sketches, |values - base| / |base|; None if both are empty.
 
-    0 if both are equal. Otherwise inf if their lengths differ, if `base` is zero, or if a value is not finite.
+    0 if both are equal; NaN counts as equal to NaN. Otherwise inf if their lengths differ, if `base` is zero, or if a
+    value is not finite.
     """
     if not base and not values:
         return None
     if len(base) != len(values):
         return math.inf
-    if list(base) == list(values):
+    if all(map(_are_same, base, values)):
         return 0.0
     norm = math.hypot(*base)
     distance = math.dist(base, values)
@@ -80,11 +83,16 @@ def compare_norms(base: float | None, value: float | None) -> float | None:
     """
     if base is None:
         return None
-    if base == value or (value is not None and math.isnan(base) and math.isnan(value)):
+    if value is not None and _are_same(base, value):
         return 0.0
     if value is None or not base or not math.isfinite(base) or not math.isfinite(value):
         return math.inf
     return abs(value - base) / abs(base)
+
+
+def _are_same(base: float, value: float) -> bool:
+    """Return whether two numbers are equal, or both NaN."""
+    return base == value or (math.isnan(base) and math.isnan(value))
 
 
 class Variants:
@@ -108,7 +116,7 @@ class Variants:
             for field in ("weights", "output"):
                 difference = self._compare(name, field, repeated)
                 if difference is not None and difference > MOST_AT_START:
-                    what = "starts with other weights" if field == "weights" else "gets other inputs"
+                    what = "starts with other weights" if field == "weights" else "gives another output"
                     return (
                         f"two runs with the same seed differ from the first step on: {name} ({module.type}) {what}."
                         " Seed what draws random numbers, for example torch.Generator, or the module random in worker"
@@ -163,7 +171,7 @@ def _subtract(value: float, base: float) -> float:
     """Return the absolute difference. It is 0 if both are NaN, or the same inf, as in a step that both runs skip.
     Otherwise it is inf if one of them is not finite.
     """
-    if value == base or (math.isnan(value) and math.isnan(base)):
+    if _are_same(base, value):
         return 0.0
     difference = abs(value - base)
     return math.inf if math.isnan(difference) else difference

@@ -98,7 +98,7 @@ def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
 
 
 def _compare_comparisons(old: Summary, new: Summary) -> Iterator[str]:
-    """Yield a line for each difference of two results of `compare`, run by run."""
+    """Yield a line for each final loss, failure or error of a layer that differs in two results of `compare`."""
     noise = max(old.noise or 0.0, new.noise or 0.0)
     new_rows = {row.name: row for row in new.rows()}
     for before in old.rows():

@@ -88,8 +88,9 @@ def _describe_numbers(name: str, numbers: Numbers) -> Iterator[str]:
     widest = f", first outputs within {max(bands):.1g}" if bands else ""
     yield f"numbers on {name}: {count_of(len(bands), 'module')}{widest}"
     for curve in numbers.curves:
-        if curve.name == "skipped" or set(curve.values) == {1.0}:
-            continue  # skips say nothing by themselves, nor does the loss scale of a training without one
+        has_no_scale = curve.name == "loss scale" and set(curve.values) == {1.0}
+        if curve.name == "skipped" or has_no_scale:  # skips say nothing by themselves
+            continue
         promised_steps = [step for step, band in enumerate(curve.bands) if band is not None]
         if not promised_steps:
             yield f"  {curve.name}: not promised, since equal runs differ too much"

@@ -247,7 +247,9 @@ _KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped",
 
 
 def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
-    """Yield a broken promise for each parameter group that is missing or new, or has another class or setting."""
+    """Yield a broken promise for each parameter group that is missing or new or has another class, and for each setting
+    with another value.
+    """
     before = {(record.number, record.group): record for record in contract.optimizers}
     after = {(record.number, record.group): record for record in now.optimizers}
     keys = sorted(before.keys() | after.keys())
@@ -397,7 +399,7 @@ def _judge_lost(promised: Numbers, now: Numbers) -> Iterator[Break]:
         return
     lost = 1 - new.kept
     lost_before = 0.0 if old.kept is None else 1 - old.kept
-    if old.kept is None or lost > MOST_LOST * lost_before:
+    if lost > MOST_LOST * lost_before:
         before = "none" if old.kept is None else f"{lost_before:.0%}"
         text = f"{lost:.0%} of the changes of 16-bit tensors are lost, most in {new.kept_worst}; {before} before"
         yield Break("lost", text)

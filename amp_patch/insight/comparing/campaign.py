@@ -478,7 +478,7 @@ def find_error(reference: Sequence[float], values: Sequence[float]) -> float | N
 
 
 def _name_machine(device: str) -> str:
-    """Return the name of the CPU. If `device` is not the CPU, the name of the device precedes it."""
+    """Return the name of the CPU. If `device` is another device whose name torch knows, that name precedes it."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

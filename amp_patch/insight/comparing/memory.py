@@ -104,7 +104,9 @@ def _state_of(session: Session) -> Iterator[Tensor]:
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     for weight in itertools.chain(*models, *stepped):
         yield weight
-        if weight.is_leaf and weight.grad is not None:
+        # a closed split master would make a float32 gradient, and is no plain tensor
+        if type(weight) in PLAIN_CLASSES and weight.is_leaf and weight.grad is not None:
             yield weight.grad
+    yield from session.bindings.masters.find_stored()
     for optimizer in optimizers:
         yield from tensors_in(optimizer.state.values())

@@ -101,8 +101,8 @@ class LowOps:
 class OpErrors(LowOps):
     """Measures the error of each op of a step in float16 and in bfloat16, in a run in float32.
 
-    Each call runs three times: in float16, in bfloat16, and in float32, whose result the script gets. A `Shadow` for
-    each 16-bit dtype runs the call in it. If gradients are disabled, or if a second call would differ (see
+    The script gets the result in float32. Beside it, a `Shadow` for each 16-bit dtype runs the call on inputs that are
+    rounded to this dtype. If gradients are disabled, or if a second call would differ (see
     `Shadow.run_low`), the call only runs in float32.
     """
 

@@ -69,7 +69,8 @@ class Summary:
     def __init__(self, recording: Recording) -> None:
         comparisons = recording.of(ComparisonRecord)
         if len(comparisons) != 1:
-            raise RecordError("no record of kind 'comparison': this is not a recording of a comparison")
+            count = "no record" if not comparisons else "several records"
+            raise RecordError(f"{count} of kind 'comparison': this is not a recording of a comparison")
         self.recording = recording
         self.about = comparisons[0]
         self.runs = recording.of(ComparedRecord)
@@ -98,7 +99,10 @@ class Summary:
         return differences
 
     def final_differences(self, name: str) -> list[float]:
-        """Return how much larger the final loss of a run is than the reference's, for each seed."""
+        """Return how much larger the final loss of a run is than the reference's, for each seed.
+
+        Only the steps that both have count.
+        """
         return [mean(last(of_seed)) for of_seed in self.differences(name)]
 
     @property
@@ -115,7 +119,7 @@ class Summary:
         return None
 
     def first_difference(self, name: str) -> float | None:
-        """Return the largest difference, over the seeds, of the loss in the first step from the reference's.
+        """Return the largest finite difference, over the seeds, of the loss in the first step from the reference's.
 
         None if the run began with other weights than the reference, or if no such difference is finite.
         """
@@ -186,7 +190,7 @@ class Summary:
         return [self._row(run) for run in self.runs]
 
     def _row(self, run: ComparedRecord) -> Row:
-        """Return the numbers of a run. A run without losses has none."""
+        """Return the numbers of a run. Without losses, each is 0 or None."""
         name, reference = run.run, self.about.reference
         row = Row(name, run)
         curves = [curve for curve in self.curves(name).values() if curve.losses]

@@ -158,20 +158,25 @@ def judge_runs(comparison: Summary) -> list[Judged]:
                 is_good = True
             text = f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}"
             if of_loss.startswith("worse"):
-                text += f"; {_name_trace(run.row.name)} finds lost values"
+                text += f"; {_name_trace(run.row.name, comparison.about.command)} finds lost values"
             verdicts.append(Judged(text, is_good, (run.row.name,), run.is_faster()))
     for failed, names in _group_failures(comparison).items():
         verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False, tuple(names)))
     return verdicts
 
 
-def _name_trace(run: str) -> str:
-    """Return the command that traces a run: "amp-patch trace --opt-level O4" for O4."""
+def _name_trace(run: str, command_of_compare: str) -> str:
+    """Return the command that traces a run, without the script: "amp-patch trace --opt-level O4" for O4.
+
+    The name of a run does not tell the folders of its lists, so they are not spelled out.
+    """
     level, *lists = run.partition(" (")[0].split("+")  # runs at the same level are "O4", "O4 (2)", ...
     command = "amp-patch trace"
     if level not in ("as-is", "script"):
         command += f" --opt-level {level}"
-    return " ".join([command, *(f"--lists {name}" for name in lists)])
+    if "--everywhere" in command_of_compare.partition(" -- ")[0].split():
+        command += " --everywhere"
+    return f"{command} with the --lists of this run" if lists else command
 
 
 def _group_failures(comparison: Summary) -> dict[str, list[str]]:

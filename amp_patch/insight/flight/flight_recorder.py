@@ -40,8 +40,8 @@ class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
     The recorder changes no number of the training. A step that is not sampled costs two hooks of the optimizer. A
-    sampled step has a forward hook on each module, and takes two kernel launches for each output and each gradient. The
-    host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
+    sampled step has a forward hook on each module, and takes about two kernel launches for each output and each
+    gradient. The host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
     `amp.initialize` and without mixed precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
@@ -204,7 +204,7 @@ class FlightRecorder:
         try:
             self.write(self._path)
         except OSError as error:
-            warn(f"the flight recorder could not write {self._path} ({error.strerror}): the last file stays")
+            warn(f"the flight recorder could not write {self._path} ({error.strerror}): an earlier file stays as it is")
 
     def _make_recording(self, records: Sequence[FlightRecord]) -> Recording:
         return Recording(self._describe() if self._run is None else self._run, list(records))

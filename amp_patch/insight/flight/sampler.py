@@ -152,8 +152,8 @@ class Sampler:
             self._sheets[device].begin()
 
     def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
-        """Measure the output of a module, but no tensor that the module before has returned already: so containers
-        without ops of their own have no samples.
+        """Measure the output of a module, but no tensor that the module before has returned last: so containers that
+        only return the output of their last module have no samples.
         """
         if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
             return

@@ -1,7 +1,7 @@
 """`Sheet`: measures the tensors of one sampled step on their device. The host waits only on MPS.
 
-A tensor takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values. With a
-scale, it takes three. A step takes six launches for all tensors together, and one copy to the host.
+A tensor usually takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values.
+With a scale, it takes three. A step takes six launches for all tensors together, and one copy to the host.
 
 A *near* value is one with a magnitude of at least `NEAR`: it is near the largest number of float16.
 """
@@ -16,7 +16,9 @@ from torch import Tensor
 from ..flight_record import NEAR
 
 VALUES = 512
-"""Shares are estimated from so many values of a tensor. The standard error of a share is then at most 2.3 %."""
+"""Shares are estimated from so many values of a tensor. If these are as good as random, the standard error of a share
+is at most 2.3 %.
+"""
 
 UNSEEN = -1.0
 """The count of a row that was not measured."""
@@ -142,7 +144,7 @@ class Sheet:
 
 
 def _spread(values: Tensor) -> Tensor:
-    """Return a view of at most `VALUES` values at equal distances, or all of them; a copy if the tensor has gaps."""
+    """Return a view of at most `VALUES` values at equal distances, or all of them; a copy if that needs one."""
     count = values.numel()
     flat = values.as_strided((count,), (1,)) if _is_dense(values) else values.reshape(-1)
     return flat[:: _find_distance(count)][:VALUES]

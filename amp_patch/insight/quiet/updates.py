@@ -25,7 +25,9 @@ from ..twins import Twins
 from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
-"""The most elements of tensors that are followed in one step. Later steps follow the tensors that were left out."""
+"""The most elements of tensors that are followed in one step. Later steps follow the tensors that were left out, except
+tensors with more elements than this, which are never followed.
+"""
 
 _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter", "lerp"}
@@ -89,7 +91,7 @@ class UpdateWatch:
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
         self._done: set[int] = set()  # ids of the storages that were followed since the last step that left none out
-        self._is_full = False  # whether this step has left a tensor out
+        self._is_full = False  # whether this step has left out a tensor that is not in `_done`
         self._optimizer: Optimizer | None = None  # the optimizer whose step runs
         self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
         self.tally = Tally()
@@ -253,7 +255,9 @@ class UpdateWatch:
         if key in self._followed or not is_judged or self._name(tensor) is None:
             return
         size = storage.nbytes() // tensor.element_size()
-        if key in self._done or size > self._left:
+        if key in self._done or size > BUDGET:
+            return
+        if size > self._left:
             self._is_full = True
             return
         self._left -= size

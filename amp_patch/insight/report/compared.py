@@ -60,7 +60,8 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
         smoothed = f", mean of {width} steps"
     ticks = ""
     if any(line.skipped for line in losses):
-        ticks = " Ticks: skipped steps."
+        ticks = " Ticks: skipped steps"
+        ticks += " of the first seed." if len(summary.about.seeds) > 1 else "."
     of_difference = f"Size of the difference from {reference}{smoothed}."
     if any(map(math.isfinite, noise)):
         of_difference += " Grey: the difference that weights off by one unit in the last place make."

@@ -29,7 +29,7 @@ def make_flight(recording: Recording) -> Iterator[Markup]:
     yield element(
         "section",
         element("h2", "Flight recorder"),
-        element("p", keep_words(title.capitalize())),
+        element("p", keep_words(title[:1].upper() + title[1:])),
         element("ul", *(element("li", keep_words(line.strip())) for line in lines)) if lines else Markup(""),
         element("div", *charts, class_="pair"),
     )
@@ -52,7 +52,7 @@ def _draw_grown(grown: Grown) -> Markup:
 
 def _draw_scale(record: FlightRecord) -> Markup:
     name = name_subject(record)
-    return _figure([_make_series(0, name, record.largest)], record, f"{name.capitalize()}.")
+    return _figure([_make_series(0, name, record.largest)], record, f"{name[:1].upper()}{name[1:]}.")
 
 
 def _figure(drawn: Sequence[Series], record: FlightRecord, caption: str) -> Markup:

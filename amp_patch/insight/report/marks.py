@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from .markup import Markup, element
 
-# paths around the middle of a mark: solid ones, open ones, then strokes alone
+# paths around the middle of a mark: solid ones, strokes alone, open ones, and strokes again
 SHAPES = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
     "M-3.6-3.6h7.2v7.2h-7.2z",
@@ -19,7 +19,7 @@ SHAPES = (
     "M-5 0h10M-2.5-4.3l5 8.6M2.5-4.3l-5 8.6",
 )
 ROOM = 16
-"""Pixels from one mark to the next on lines that coincide."""
+"""The fewest pixels from one mark to the next on lines that coincide, where the chart has room for several."""
 MOST = 5
 """The most marks on a line."""
 KEY_WIDTH, KEY_HEIGHT = 28, 12

@@ -43,7 +43,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
     else:
         sections = [_header(recording, command)]
     if is_flight(recording):
-        title = "What led to it"
+        title = "Magnitudes over the steps"
     if is_traced:
         title = "What trace found"
         sections.append(_traced(recording))

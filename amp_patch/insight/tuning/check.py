@@ -95,7 +95,7 @@ class Check(Probe):
             self._on_end()
 
     def stop(self) -> None:
-        """Stop watching, and drop the copies of weights. Harmless twice."""
+        """Drop the copies of weights. Harmless twice."""
         self._weights.clear()
         self._losses.clear()
 

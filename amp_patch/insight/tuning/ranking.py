@@ -13,8 +13,8 @@ ROUNDING = 8
 """An op is an *outlier* if its error is more than this multiple of the rounding error of the dtype."""
 
 LOWERED = 4.0
-"""A loss scale at which gradients overflow is divided by this factor until they fit. So the result is smaller than the
-largest scale that fits, by less than this factor.
+"""A loss scale at which gradients overflow is divided by this factor until they fit. So the largest scale
+that fits is above the result by less than this factor.
 """
 
 

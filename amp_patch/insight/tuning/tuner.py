@@ -41,7 +41,7 @@ _MAX_TRACED_RUNS = 4  # each but the first has the entries that the fault of the
 
 
 class Tuner:
-    """Finds the fewest modules or ops of a training that must stay in float32.
+    """Finds few modules or ops of a training that have to stay in float32.
 
     Args:
         runner: runs the training.
@@ -369,7 +369,7 @@ def _last_line(error: Exception) -> str:
 
 
 def tune(train: Callable[[], object], **options: Any) -> TuneResult:
-    """Find the fewest modules or ops that must stay in float32 to keep gradients within a tolerance.
+    """Find few modules or ops whose float32 is enough to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
     and trains. It is called up to `max_runs` times, and each call is stopped after `steps` steps. Up to four further
