@@ -27,6 +27,12 @@ class UnsuitedLevelError(PolicyError):
     """
 
 
+class HasRegionsError(PolicyError):
+    """A script has regions of `torch.autocast`, and the command was to put all of it into one. The command line is at
+    fault, not the script.
+    """
+
+
 class Settings(NamedTuple):
     """The settings of a command.
 

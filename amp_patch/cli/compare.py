@@ -117,23 +117,38 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _advise(comparison: "Comparison") -> str:
-    """Return advice on a level for this machine. It recommends no level whose run failed, or is worse than the
-    reference.
+    """Return advice on a level for this machine. It recommends no level whose run failed, is worse than the reference
+    or was not faster, and no level that the script cannot run at.
     """
-    advice, verdicts = get_advice(comparison.recording.run.device), comparison.verdicts
-    good, bad = [], []  # the runs at the advised levels, or in the dtype of these levels
+    advice, verdicts, speeds = get_advice(comparison.recording.run.device), comparison.verdicts, comparison.speeds
+    if not advice.levels:
+        return advice.text
+    good, bad, not_faster = [], [], []  # the runs at the advised levels, or in the dtype of these levels
     for run in comparison.runs:
+        if run.run == comparison.about.reference:
+            continue
         if run.run.startswith(advice.levels) or (run.low and run.low == advice.low):
             is_good = verdicts.get(run.run)
-            if is_good:
-                good.append(run.run)
-            elif is_good is False:
+            if is_good is False:
                 bad.append(run.run)
-    if not (bad and advice.levels):
-        return advice.text
-    if good:
-        return f"use {' or '.join(good)}, and not {' or '.join(bad)}"
-    return f"keep {comparison.about.reference}: see the verdict on {' and '.join(bad)}"
+            elif speeds.get(run.run) is False:
+                not_faster.append(run.run)
+            elif is_good:
+                good.append(run.run)
+    if good and (bad or not_faster):
+        return f"use {' or '.join(good)}" + (f", and not {' or '.join(bad)}" if bad else "")
+    keep = f"keep {comparison.about.reference}"
+    if bad:
+        return f"{keep}: see the verdict on {' and '.join([*bad, *not_faster])}"
+    if not_faster:
+        names = " and ".join(not_faster)
+        return f"{keep}, unless memory matters more than time: a step of {names} takes as long or longer"
+    fitting = [
+        level.name for level in config.levels.read_levels() if level.name in advice.levels and level.fits_autocast
+    ]
+    if comparison.recording.run.is_native and fitting:
+        return advice.name_only(fitting)
+    return advice.text
 
 
 def _runs(text: str) -> list[str]:

@@ -21,24 +21,25 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .. import events
 from ..insight.runs import Probe, Run, make_probe, observes_ops, seed_when_imported
-from ..script_settings import NoRegionError, UnsuitedLevelError
+from ..script_settings import HasRegionsError, NoRegionError, UnsuitedLevelError
 from ..terminal import print_error
 
 if TYPE_CHECKING:
     from ..insight import Recording
 
 NO_REGION, WAITING, ERROR, PROGRESS, WIDENED = "no-region", "waiting", "error", "progress", "widened"
-STOPPED = "stopped"
+STOPPED, REFUSED = "stopped", "refused"
 """Names of files in the folder of the run, by which the process of the script informs the command.
 
 NO_REGION: the error of a script that never used mixed precision, written at its end. WAITING: a note that steps were
 taken without mixed precision so far. ERROR: the traceback of a script that failed. PROGRESS: the number of steps taken.
 WIDENED: empty; the script failed after it got float32 where it asks for 16 bits. STOPPED: empty; a rank waits for the
-command to end all ranks.
+command to end all ranks. REFUSED: why the script cannot run with the options of the command.
 """
 
 _PROGRESS_SECONDS = 1.0
 _LONGEST_WAIT = 60.0  # seconds that a rank waits until the command ends it; the command needs about six
+_USAGE = 2  # exit code of a usage error
 _TROUBLE = 1  # exit code of a script that `run --armed` has stopped
 _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
 """Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
@@ -249,7 +250,10 @@ def _exit_with(code: int) -> None:
 
 
 def _print_error_in_short(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Excepthook: print one line if the script cannot run at the level of the command, else the usual traceback."""
+    """Excepthook: print one line if the script cannot run with the options of the command, else the usual traceback."""
+    if issubclass(kind, HasRegionsError):
+        print_error("amp-patch run", "error", str(error))
+        sys.exit(_USAGE)  # an excepthook may set the exit code in this way
     if issubclass(kind, UnsuitedLevelError):
         print_error("amp-patch run", "failed", str(error))
     else:
@@ -259,12 +263,15 @@ def _print_error_in_short(kind: type[BaseException], error: BaseException, trace
 def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]:
     """Return an excepthook that prints the traceback of the script, and writes a shorter one into the file `ERROR`.
 
-    The probe of `starter` then explains the exception, while its frames exist. After Ctrl-C, the excepthook does
-    nothing, because the command itself prints a line.
+    If the script cannot run with the options of the command, the excepthook writes only the reason, into `REFUSED`.
+    Otherwise the probe of `starter` then explains the exception, while its frames exist. After Ctrl-C, the
+    excepthook does nothing, because the command itself prints a line.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        if issubclass(kind, HasRegionsError):
+            Path(folder, REFUSED).write_text(str(error), encoding="utf-8")
+        elif not issubclass(kind, KeyboardInterrupt):
             if any(message in str(error) for message in _CANNOT_BE_WATCHED):
                 error.add_note(_USE_ARMED)
             sys.__excepthook__(kind, error, trace)

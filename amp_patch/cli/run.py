@@ -148,6 +148,10 @@ def _find_options_behind(command: list[str]) -> list[str]:
         source = script.read_text(encoding="utf-8", errors="replace")
         if "opt-level" not in source and "argv" not in source:
             misplaced.append("--opt-level")
+    if "--everywhere" in given and script.is_file():
+        source = script.read_text(encoding="utf-8", errors="replace")
+        if "everywhere" not in source and "argv" not in source:
+            misplaced.append("--everywhere")
     return misplaced
 
 
@@ -170,6 +174,7 @@ def prepare(
     everywhere: bool = False,
     needs_region: bool = False,
     in_float32: bool = False,
+    refuses_regions: bool = False,
     is_quiet: bool = False,
     watch: dict[str, object] | None = None,
     scratch: dict[str, object] | None = None,
@@ -181,6 +186,7 @@ def prepare(
         needs_region: wait for the script to use mixed precision: amp, torch.autocast or 16-bit weights. Nothing is
             recorded before that, and a script that takes steps without it fails at its end.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
+        refuses_regions: end the script at a region of torch.autocast, as `everywhere` does.
         is_quiet: do not print to stderr how the script was changed.
         watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Its "folder" is
             where the waiting command reads the recordings, or None if no command waits.
@@ -212,6 +218,7 @@ def prepare(
             "everywhere": everywhere,
             "needs_region": needs_region,
             "in_float32": in_float32,
+            "refuses_regions": refuses_regions,
             "folder": None if watch is None else watch["folder"],
             "is_watched": watch is not None,
         }

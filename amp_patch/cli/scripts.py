@@ -23,7 +23,7 @@ from ..scratch import Folders, find_inductor_cache, find_shared
 from ..script_settings import NoRegionError
 from . import run as run_command
 from .ranks import find_ranks, name_for_node, refuse_ranks
-from .recording import ERROR, NO_REGION, PROGRESS, STOPPED, WAITING, WIDENED
+from .recording import ERROR, NO_REGION, PROGRESS, REFUSED, STOPPED, WAITING, WIDENED
 from .values import check_lists, get_level
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class ScriptRunner:
         self._force = arguments.force
         self._everywhere = arguments.everywhere
         self._is_quiet = is_quiet
+        self._parser = arguments.parser
         self._prog = arguments.parser.prog
         self._folders: Folders | None = None
         if is_repeated and not arguments.in_place:
@@ -211,6 +212,7 @@ class ScriptRunner:
                 everywhere=self._everywhere and has_casts,
                 needs_region=self._is_quiet and not self._everywhere,
                 in_float32=run.in_float32,
+                refuses_regions=self._everywhere and not has_casts,
                 watch={"folder": folder, "probe": run.probe, "options": dict(run.options), "seed": run.seed},
                 scratch=scratch,
             )
@@ -242,17 +244,27 @@ class ScriptRunner:
                     ranks.leave(code)  # does not return
                 ranks.wait(is_over=is_over())
                 code = code or ranks.find_code()
-            no_region, error = Path(folder, NO_REGION), Path(folder, ERROR)
-            if error.exists():
-                self._last_output = error.read_text(encoding="utf-8").splitlines()
-            elif log is not None:
-                self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+            self._read_output(folder, log)
+            no_region = Path(folder, NO_REGION)
             recorded, was_widened = _read(folder), Path(folder, WIDENED).exists()
             # it is no error if only some processes train in mixed precision
             if no_region.exists() and not recorded:
                 raise NoRegionError(no_region.read_text(encoding="utf-8"))
         steps, recordings = [steps for steps, _ in recorded], [recording for _, recording in recorded]
         return WatchedRun(code, steps, recordings, was_widened)
+
+    def _read_output(self, folder: str, log: Path | None) -> None:
+        """Keep the error or the last output of the script. Report a usage error if it cannot run with these options.
+
+        `log`: the file with the output, or None.
+        """
+        refused, error = Path(folder, REFUSED), Path(folder, ERROR)
+        if refused.exists():
+            self._parser.error(refused.read_text(encoding="utf-8"))
+        if error.exists():
+            self._last_output = error.read_text(encoding="utf-8").splitlines()
+        elif log is not None:
+            self._last_output = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
 
     @contextlib.contextmanager
     def _redirect(self, run: "Run", folder: str) -> Iterator[dict[str, object] | None]:

@@ -169,6 +169,11 @@ class Advice(NamedTuple):
     levels: tuple[str, ...] = ()
     low: str = ""
 
+    def name_only(self, levels: Sequence[str]) -> str:
+        """Return the text with only some of the levels."""
+        _, colon, reason = self.text.partition(":")
+        return f"use {' or '.join(levels)}{colon}{reason}"
+
 
 def get_advice(device_type: str = "") -> Advice:
     """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu"."""

@@ -4,13 +4,16 @@ Imports torch only if there may be something to say: commands that read recordin
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from .. import config
+from ..errors import AmpError
 from ..tables import count_of
 from .recordings import Recording
 
 _FAST = "fast"
 _AUTOCAST = "autocast-"
+_MOST = 8  # the most names in a note
 _SHORT = {"torch.nn.functional.": "F.", "torch.Tensor.": "Tensor."}
 
 
@@ -18,6 +21,7 @@ def note_lists(recording: Recording) -> Iterator[str]:
     """Yield the notes about a recording."""
     yield from _note_avoidable(recording)
     yield from _note_changes(recording)
+    yield from _note_uncalled(recording)
 
 
 def _note_avoidable(recording: Recording) -> Iterator[str]:
@@ -65,6 +69,41 @@ def _note_changes(recording: Recording) -> Iterator[str]:
                         f" {name.removeprefix(_AUTOCAST)}: {row.left} -> {row.right} (amp-patch lists diff"
                         f" {name}@{change.before} {name}@{change.after})"
                     )
+
+
+def _note_uncalled(recording: Recording) -> Iterator[str]:
+    """Yield a line with the ops on the user's own lists that no recorded call names, so that their entries did nothing.
+
+    The softmax inside of fused attention, for example, is no call of `torch.softmax`.
+    """
+    run = recording.run
+    own_lists = [name for name in run.lists if not config.list_names.is_shipped(name)]
+    if not (own_lists and run.low and recording.ops) or not _acts_on_ops(run.opt_level):
+        return
+    try:
+        lists = config.load_oplists(own_lists, may_be_overlay=True)
+    except (AmpError, OSError):  # the recording is from a file, and a list has changed since
+        return
+    called = {op.op for op in recording.ops}
+    deciding = {op.entry for op in recording.ops}
+    is_called: dict[str, bool] = {}  # by the op and the line of the entry
+    for spelling in (*lists.spellings, *lists.deferred):
+        entry, name = spelling.entry, _shorten(f"{spelling.owner_name}.{spelling.name}")
+        if Path(entry.path).parent == config.shipped.lists_dir():
+            continue
+        place = f"{Path(entry.path).name}:{entry.line}"
+        shown = f"{entry.op} ({place})"
+        # an alias of an op is recorded under its own name, but with the entry of the op
+        is_called[shown] = is_called.get(shown, False) or name in called or place in deciding
+    uncalled = [shown for shown, has_call in is_called.items() if not has_call]
+    if uncalled:
+        more = f" and {len(uncalled) - _MOST} more" if len(uncalled) > _MOST else ""
+        yield f"no recorded call of: {', '.join(uncalled[:_MOST])}{more}"
+
+
+def _acts_on_ops(opt_level: str) -> bool:
+    """Return whether op lists decide at a level. True for other names, such as "autocast"."""
+    return all(level.patches_functions for level in config.levels.read_levels() if level.name == opt_level)
 
 
 def _shorten(spelling: str) -> str:

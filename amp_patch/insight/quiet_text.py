@@ -69,6 +69,8 @@ def _describe_update(lost: QuietRecord) -> str:
     if lost.role == WEIGHT_DECAY:
         return f"weight decay changes no element: 1 - lr * weight_decay is 1 in {low}"
     subject = {"": "a tensor that outlives the step", GRADIENTS: "gradients that backward passes add up"}
+    if lost.is_temporary:
+        subject[""] = "a sum within this call"
     of = f"of {subject.get(lost.role or '', lost.role)}, "
     if lost.kept == 0:
         return f"{of}no element changes: each change is at most half the distance to the next {low} number"
@@ -136,7 +138,12 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     low = spell_out(lost.dtype or "")
     level = levels.find_master_level(low).name
     if not lost.role:
-        if lost.op and "batch_norm" in lost.op:
+        if lost.is_temporary:
+            yield (
+                "float32 for the sum: dtype=torch.float32 where the tensor that is added to is made, and .float() on"
+                " the values that are added; or .float() on the tensor from which both have their dtype"
+            )
+        elif lost.op and "batch_norm" in lost.op:
             yield f"float32 for the module: .float() on {lost.module or 'it'} after the cast of the model to {low},"
             yield f'or opt_level="{level}", which keeps batchnorm in float32'
         else:

@@ -167,7 +167,9 @@ class ComparedRecord:
         kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
             or if not measured.
         kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
-        lost_by: "weights" if weights lose, "tensor" for another tensor with a name, else "line"; "" if none loses.
+        lost_by: "weights" if weights lose, "sum" for a sum within one call, "tensor" for another tensor with a name,
+            else "line"; "" if none loses.
+        update_error: the relative error (L2) of these changes, or of the sum; None without any, or if not measured.
         failed: why the run ended early; "" if it did not.
     """
 
@@ -186,6 +188,7 @@ class ComparedRecord:
     kept: float | None = None
     kept_worst: str = ""
     lost_by: str = ""
+    update_error: float | None = None
     failed: str = ""
 
 

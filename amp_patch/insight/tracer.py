@@ -189,6 +189,7 @@ class Tracer(Recorder):
                 self._last += 1
         super().step_ended(optimizer)
         self._finder.step = self._finder.findings.step = self._count
+        self._quiet.set_step(self._count)
         if self._faults and self.is_recording:
             # No session that opens later is to be observed.
             self._last = 0
@@ -206,6 +207,7 @@ class Tracer(Recorder):
             largest_weight: the largest magnitude of a weight before the first step of the run; inf if unknown.
         """
         self._count = self._finder.step = self._finder.findings.step = step
+        self._quiet.set_step(step)
         self._loss.base, self._largest_weight.base = smallest_loss, largest_weight
         self.run = describe_run(session)
         self._session = session

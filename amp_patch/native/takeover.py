@@ -17,10 +17,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import events
 from ..casting import compiling
-from ..errors import PolicyError
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher
 from ..reporting import log_warning, say
+from ..script_settings import HasRegionsError
 from ..session import current
 from ..torch_private import enable_region, get_backward_id, is_region_enabled
 from .changes import Changes, Kind
@@ -45,6 +45,8 @@ class Takeover:
         needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
             even if the session would only observe.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
+        refuses_regions: raise HasRegionsError at a region of the script, as `everywhere` does. For a run in float32
+            with which runs everywhere are compared.
         on_plain_step: called with a line of text at the first step without mixed precision, if the changes need a
             region.
 
@@ -62,11 +64,13 @@ class Takeover:
         everywhere: bool = False,
         needs_region: bool = False,
         in_float32: bool = False,
+        refuses_regions: bool = False,
         on_plain_step: Callable[[str], None] = log_warning,
     ) -> None:
         self._changes = Changes(opt_level, lists, compute)
         self._everywhere = everywhere
         self._in_float32 = in_float32
+        self._refuses_regions = refuses_regions
         self._is_watching = False
         self._checks = StepChecks(
             needs_region=needs_region or self._changes.needs_region,
@@ -196,8 +200,9 @@ class Takeover:
             if has_own_amp():
                 return self._enter_beside_amp(original, region)
             # Inside a backward pass, it is torch.utils.checkpoint that enters the region, not the script.
-            if self._whole_script.is_entered and get_backward_id() == -1:
-                raise PolicyError(HAS_REGIONS)
+            has_own_region = self._whole_script.is_entered or self._refuses_regions
+            if has_own_region and get_backward_id() == -1:
+                raise HasRegionsError(HAS_REGIONS)
             self._changes.check_level()
             dtype = region.fast_dtype
             self._scaler_watch.note_region(dtype)

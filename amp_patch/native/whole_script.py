@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..casting import compiling
-from ..errors import PolicyError
 from ..interrupts import UndoStack
 from ..patching import Patch, Patcher, references
+from ..script_settings import HasRegionsError
 from ..torch_private import get_autocast_depth, get_backward_id
 
 HAS_REGIONS = "this script has regions of torch.autocast: leave --everywhere (everywhere=True) out"
@@ -84,14 +84,14 @@ class WholeScript:
     # ---- entering and leaving ----------------------------------------------------------------------------------------
 
     def enter(self, device_type: str) -> None:
-        """Enter the region in this thread, unless it has one. Raises PolicyError inside a region of the script.
+        """Enter the region in this thread, unless it has one. Raises HasRegionsError inside a region of the script.
 
         Do nothing inside `autocast(enabled=False)`, a backward pass or a trace: the region would have to end with them.
         """
         if self._thread.region is not None or device_type == "meta":  # meta tensors have no values to compute
             return
         if torch.is_autocast_enabled(device_type):
-            raise PolicyError(HAS_REGIONS)
+            raise HasRegionsError(HAS_REGIONS)
         if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
             return
         # Without torch's cache of weights: torch clears it at the end of a region only, so after a step it would hold

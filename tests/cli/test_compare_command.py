@@ -10,11 +10,12 @@ import sys
 
 import pytest
 
-from amp_patch.cli import compare, scripts
+from amp_patch.cli import compare, recording, scripts
 from amp_patch.doctor.machine import Advice
 from amp_patch.insight.comparing import Comparison
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import ComparedRecord, ComparisonRecord, CurveRecord, RunRecord
+from amp_patch.script_settings import HasRegionsError
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -92,6 +93,24 @@ def test_advice_names_no_level_that_failed_or_is_worse(losses, advised, monkeypa
             curves.append(CurveRecord(name, 0, (loss,) * 9, (1.0,) * 9, (), 10.0))
     recording = Recording(RunRecord("", "cpu", "O0", "", (), "", 0), [about, *runs, *curves])
     assert compare._advise(Comparison(recording)) == advised
+
+
+@pytest.mark.parametrize(
+    ("ms", "is_native", "advised"),
+    [
+        (10.0, False, "keep O0, unless memory matters more than time: a step of O4 takes as long or longer"),
+        (20.0, True, "keep O0, unless memory matters more than time: a step of O4 takes as long or longer"),
+        (5.0, False, "use O4 or O5: fast"),
+        (5.0, True, "use O4: fast"),
+    ],
+)
+def test_advice_follows_the_measured_time_and_names_levels_that_fit_the_script(ms, is_native, advised, monkeypatch):
+    monkeypatch.setattr(compare, "get_advice", lambda device: Advice("use O4 or O5: fast", ("O4", "O5"), "bf16"))
+    about = ComparisonRecord("O0", 20, (0,), "a CPU", "")
+    runs = [ComparedRecord("O0"), ComparedRecord("O4", low="bf16")]
+    curves = [CurveRecord(name, 0, (1.0,) * 20, (1.0,) * 20, (), time) for name, time in (("O0", 10.0), ("O4", ms))]
+    run = RunRecord("", "cpu", "O0", "", (), "", 0, is_native=is_native)
+    assert compare._advise(Comparison(Recording(run, [about, *runs, *curves]))) == advised
 
 
 def test_each_run_has_the_seed_of_the_command(call, monkeypatch, tmp_path):
@@ -189,6 +208,17 @@ def test_a_script_without_amp_is_compared_with_itself_in_one_region(call, tmp_pa
     own = [float(line.split()[1]) for line in (tmp_path / "losses").read_text().splitlines()[:3]]
     assert [curve.losses for curve in found.curves("O0").values()] == [pytest.approx(own, rel=1e-7)]
     assert [curve.losses for curve in found.curves("O4").values()] != [pytest.approx(own, rel=1e-7)]
+
+
+def test_everywhere_is_refused_for_a_script_with_regions(call, capsys):
+    source = PLAIN.replace("= model(", "= torch.autocast('cpu', torch.bfloat16)(model)(")
+    assert source != PLAIN
+    with pytest.raises(SystemExit, match="2"):
+        call(source, "--everywhere", "--steps", "2")
+    err = capsys.readouterr().err
+    assert "error: this script has regions of torch.autocast" in err and "Traceback" not in err
+    with pytest.raises(SystemExit, match="2"):  # the excepthook of `amp-patch run`
+        recording._print_error_in_short(HasRegionsError, HasRegionsError("it has regions"), None)
 
 
 LATE = """

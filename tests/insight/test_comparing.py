@@ -27,6 +27,7 @@ from amp_patch.events import count_watching_modes
 from amp_patch.insight.comparing import Comparison, exponents, parse_run, plan_runs
 from amp_patch.insight.comparing.campaign import find_error
 from amp_patch.insight.comparing.memory import PeakMeter
+from amp_patch.insight.comparing.op_errors import LowOps, OpErrors
 from amp_patch.insight.comparing.probes import CurveProbe, LayerProbe
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import (
@@ -562,6 +563,11 @@ def test_a_run_has_a_verdict(off, options, told):
             {"gained": 0.1, "kept": 0.1, "kept_worst": "w", "lost_by": "tensor"},
             "worse than O0 (90% of the updates of w are lost)",
         ),
+        (
+            1e-4,
+            {"gained": 0.1, "kept": 1.0, "kept_worst": "w", "lost_by": "sum", "update_error": 0.66},
+            "worse than O0 (the sums at w are off by 66%)",
+        ),
     ],
 )
 def test_a_verdict_counts_more_than_the_last_losses(off, options, told):
@@ -640,3 +646,23 @@ def test_a_comparison_is_read_as_it_was_written(tmp_path):
 def test_another_recording_is_no_comparison():
     with pytest.raises(amp.RecordError, match="no record of kind 'comparison'"):
         Comparison(Recording(RunRecord("2", "cpu", "O1", "f16", (), "", 0), []))
+
+
+def test_an_op_has_one_name_whether_a_list_has_it_or_not():
+    """Otherwise an op of a run finds no error of its own in the run in float32."""
+
+    def train():
+        model = nn.Linear(4, 4)
+        out = model(torch.randn(6, 4))
+        torch.zeros(2, 4, dtype=out.dtype).index_add_(0, torch.arange(6) % 2, out).sum().backward()
+
+    named = []
+    for level in ("O0", "O4"):
+        ops = OpErrors() if level == "O0" else LowOps()
+        amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+        ops.watch(current.require())
+        train()
+        ops.stop()
+        named.append({op.op for op in ops.records() if op.low == "bf16"})
+        amp.reset()
+    assert "index_add_" in named[0] & named[1]

@@ -87,3 +87,12 @@ def test_a_rule_that_a_version_of_torch_changed_is_told_once(lists: str, is_told
         ]
         * is_told
     )
+
+
+def test_entries_of_own_lists_that_no_call_met_are_named(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("extends: bfloat16\nblacklist: [softmax, silu]\nneutral: [rms_norm, exp]\n")
+    text, _ = explain(Attention(), [str(own)])
+    assert text.endswith("\nno recorded call of: softmax (own.yaml:2), silu (own.yaml:2)")
+    text, _ = explain(Attention(), ["bfloat16"])
+    assert "no recorded call" not in text

@@ -14,6 +14,8 @@ from training import take_step
 import amp_patch as amp
 from amp_patch import insight
 from amp_patch.insight.quiet import updates
+from amp_patch.insight.recorder import in_block
+from amp_patch.insight.tracer import Tracer
 
 
 def network(dtype=torch.bfloat16):
@@ -239,3 +241,27 @@ def test_a_weight_that_is_nan_is_no_old_copy_of_itself():
 
     recording = insight.trace(step, steps=1, on_fault="record")
     assert not [lost for lost in recording.quiet if lost.cause == "stale copy"]
+
+
+def count_neighbours():
+    """Return a step that makes a tensor at one line twice, and adds 300 ones to one element of it in bfloat16."""
+    model, values, index = nn.Linear(1, 1), torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        degrees = [values.new_zeros(4).index_add_(0, index, values) for _ in range(2)]
+        model(torch.stack(degrees)[:, :1].float()).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def test_a_sum_of_a_step_is_counted_by_step_from_the_first_that_is_looked_at():
+    tracer, step = Tracer(2, 5), count_neighbours()
+    with in_block(tracer):
+        for _ in range(5):
+            step()
+    (lost,) = tracer.recording.quiet
+    assert (lost.step, lost.steps, lost.looked, lost.is_temporary) == (2, 3, 3, True)
+    text = insight.format_quiet(lost, tracer.recording.run)
+    assert "in each of 3 steps" in text and "outlives" not in text and "dtype=torch.float32 where" in text

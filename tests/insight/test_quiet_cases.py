@@ -39,6 +39,7 @@ def test_positions_that_collapse_on_the_line_that_uses_them_are_reported():
     assert lost.cause == "collapsed" and lost.error > 0.1 and lost.used is None
 
 
+<<<<<<< HEAD
 def test_the_op_that_rounded_the_angles_is_named_with_a_rule_for_its_module():
     class Time(nn.Module):
         def forward(self, t):
@@ -59,3 +60,25 @@ def test_the_op_that_rounded_the_angles_is_named_with_a_rule_for_its_module():
     here = next(number for number, line in enumerate(lines, 1) if line.endswith("# HERE"))
     assert lost.site.endswith(f":{here}") and lost.used.endswith(f":{here + 1}")
     assert 'modules: [{match: "0", run: float32}]' in insight.format_quiet(lost, None)
+=======
+def test_log_probabilities_of_equal_weights_are_not_reported_although_only_one_side_is_recomputed():
+    """The exact difference of the stored and the new log-probabilities is zero, and so is the difference in 16 bits."""
+    policy, states = nn.Linear(8, 16), torch.randn(32, 8)
+    actions = torch.arange(32)[:, None] % 16
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+
+    def log_probabilities():
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = policy(states)
+            return (logits - logits.logsumexp(-1, keepdim=True).to(logits.dtype)).gather(-1, actions)
+
+    with torch.no_grad():
+        stored = log_probabilities()
+
+    def step():
+        ratio = (log_probabilities() - stored).exp()
+        ratio.float().mean().backward()
+        optimizer.step()
+
+    assert not insight.trace(step).quiet
+>>>>>>> fixD

@@ -605,3 +605,29 @@ def test_a_fault_beyond_the_steps_that_are_compared_is_found_by_a_trace(factor, 
 class Normalize(nn.Module):
     def forward(self, x):
         return x / ((x * x).mean(-1, keepdim=True) + 1.0).sqrt()
+
+
+def test_an_entry_whose_ops_show_no_reason_has_the_fault_of_the_run_without_it(tmp_path):
+    """The cast to the dtype of an operand, which is float32 in the measured run, hides that the ops run in float16."""
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.offset = nn.Parameter(torch.full((8,), 10.4))
+
+        def forward(self, x):
+            return (x + self.offset.to(x.dtype)).exp().sum(-1).log() + x.tanh().sum(-1)
+
+    def train():
+        model = nn.Sequential(nn.Linear(4, 8), Sums())
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", 2.0**10)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.zeros(2, 4)).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    result = insight.tune(train, log=str)
+    assert len(result.entries) == 1
+    assert 'why: "without it: ' in result.text and "error beyond rounding" not in result.text

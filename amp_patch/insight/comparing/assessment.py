@@ -9,7 +9,8 @@ training.
 import math
 
 from ...tables import count_of
-from .summary import Row, Summary
+from ..records import ComparedRecord
+from .summary import Row, Summary, is_off
 
 WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
@@ -156,12 +157,7 @@ class Assessment:
                 return f"worse than {reference} (all {steps} steps are skipped, so nothing is learned)"
             return f"not judged against {reference}, since nothing was learned (loss {self._describe_difference()})"
         if run.kept is not None:
-            updates = f"updates of {run.kept_worst}"
-            if run.lost_by == "weights":
-                updates = "weight updates"
-            elif run.lost_by == "line":
-                updates = f"updates at {run.kept_worst}"
-            return f"worse than {reference} ({1 - run.kept:.0%} of the {updates} are lost)"
+            return f"worse than {reference} ({_describe_lost_updates(run)})"
         error = run.gradient_error
         # inf only says that the step of the measurement was skipped
         if error is not None and OFF < error < math.inf:
@@ -239,6 +235,19 @@ class Assessment:
             return False
         return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
 
+    def is_faster(self) -> bool | None:
+        """Return whether the run is faster than the reference. None if times are not judged: see `of_time`."""
+        factor = self.row.factor
+        if self._is_all_skipped or factor is None or self.row.steps < TIMED_STEPS:
+            return None
+        if self._reference_row.ms is None or self.row.ms is None:
+            return None
+        return factor < 1 / self._find_time_noise()
+
+    def _find_time_noise(self) -> float:
+        """Return the factor up to which times of a step count as equal."""
+        return max(self._summary.time_noise, 1 + _ALIKE_IN_COST)
+
     def of_time(self) -> str:
         """Return in words whether the run is faster than the reference."""
         factor, time_noise = self.row.factor, self._summary.time_noise
@@ -249,7 +258,7 @@ class Assessment:
                 return f"time not judged, since {row.name} gives the script float32 op by op"
         if factor is None or self.row.steps < TIMED_STEPS:
             return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
-        noise = max(time_noise, 1 + _ALIKE_IN_COST)
+        noise = self._find_time_noise()
         if 1 / noise <= factor <= noise:
             return f"time within noise (two runs of {self._reference}: a factor of {time_noise:.2f})"
         verdict = "slower"
@@ -269,3 +278,15 @@ class Assessment:
         if abs(factor - 1) <= _ALIKE_IN_COST:
             return ""
         return f"; {factor:.2f} times the peak memory"
+
+
+def _describe_lost_updates(run: ComparedRecord) -> str:
+    """Return in words what a run loses of its updates: how many of them, or how far they are off."""
+    updates = {
+        "weights": "weight updates",
+        "sum": f"sums at {run.kept_worst}",
+        "line": f"updates at {run.kept_worst}",
+    }.get(run.lost_by, f"updates of {run.kept_worst}")
+    if is_off(run):
+        return f"the {updates} are off by {run.update_error:.0%}"
+    return f"{1 - (run.kept or 0.0):.0%} of the {updates} are lost"

@@ -366,6 +366,7 @@ class Campaign:
         (measured,) = recording.of(ComparedRecord)
         self._change(name, peak=measured.peak, loss_scale=measured.loss_scale)
         self._change(name, kept=measured.kept, kept_worst=measured.kept_worst, lost_by=measured.lost_by)
+        self._change(name, update_error=measured.update_error)
         self._measured.extend(replace(record, run=name) for record in recording.of(GradientRecord))
         samples = {record.module: record for record in recording.of(SampleRecord)}
         ops = recording.of(OpErrorRecord)

@@ -44,6 +44,11 @@ class Comparison(Summary):
         """Whether the verdict on each run is good, by the name of the run; None for neither good nor bad."""
         return {name: verdict.is_good for verdict in judge_runs(self) for name in verdict.runs}
 
+    @property
+    def speeds(self) -> dict[str, bool | None]:
+        """Whether each run is faster than the reference, by the name of the run; None if times are not judged."""
+        return {name: verdict.is_faster for verdict in judge_runs(self) for name in verdict.runs}
+
     def _repr_html_(self) -> str:
         return display.as_html(self)
 

@@ -86,7 +86,7 @@ class LowOps:
         for tensor in tensors_in([result]):
             self._has_seen_ops = True
             if tensor.dtype in LOW_DTYPES:
-                self._note(_without_namespace(op), tensor)
+                self._note(name_plainly(function), tensor)
         return result
 
     def _note(self, op: str, result: torch.Tensor) -> None:
@@ -135,7 +135,8 @@ class OpErrors(LowOps):
         """Call a function in float32, and compare its result with the results in 16 bits."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        module, op, site = self._here(), _without_namespace(op), find_site().place
+        # not the name of a list's entry, which a run without lists does not have: `index_add` for `index_add_`
+        module, op, site = self._here(), name_plainly(function), find_site().place
         # before the call, which may change its arguments in place
         low_results = [shadow.run_low(op, function, args, kwargs) for shadow in self._shadows]
         result = function(*args, **kwargs)
@@ -143,8 +144,3 @@ class OpErrors(LowOps):
         for shadow, low_result in zip(self._shadows, low_results, strict=True):
             shadow.compare(module, op, low_result, result, is_listed=False, site=site)
         return result
-
-
-def _without_namespace(op: str) -> str:
-    """Return the last part of the name of an op: "linear" for "F.linear"."""
-    return op.rpartition(".")[2]

@@ -376,8 +376,10 @@ class LayerProbe(Probe):
             lost_by = "line" if worst.tensor is None else "tensor"
             if worst.role == WEIGHTS:
                 lost_by = "weights"
+            elif worst.is_temporary:
+                lost_by = "sum"
             name = worst.tensor or worst.site or ""
-            compared = replace(compared, kept=worst.kept, kept_worst=name, lost_by=lost_by)
+            compared = replace(compared, kept=worst.kept, kept_worst=name, lost_by=lost_by, update_error=worst.error)
         yield compared
         yield SampleRecord("", (), self._weights, ())  # the record without a name has samples of the weights
         for name in dict.fromkeys([*self._outputs, *self._gradients]):

@@ -15,6 +15,10 @@ LAST_STEPS = 20
 """A final loss is the mean over the last fifth of the steps, but over at most this many."""
 
 
+MOST_KEPT = 0.5
+"""If a larger share of the elements of lost updates is stored, a run is judged by the error of these updates."""
+
+
 class Row(NamedTuple):
     """A run in numbers. None stands for an unknown number.
 
@@ -237,6 +241,11 @@ def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) ->
     if low not in FORMATS:
         return 0.0
     return find_shares(gradients, low, scale).zero
+
+
+def is_off(run: ComparedRecord) -> bool:
+    """Return whether most of a run's updates are stored, so that their error says how much is lost, and not `kept`."""
+    return run.kept is not None and run.kept > MOST_KEPT and run.update_error is not None
 
 
 def last(values: Sequence[float]) -> Sequence[float]:

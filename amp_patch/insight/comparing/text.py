@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from ...config import levels
 from ...tables import Table
-from ..records import OpErrorRecord
+from ..records import ComparedRecord, OpErrorRecord
 from .assessment import SEEDS, Assessment
-from .summary import Row, Summary, last
+from .summary import Row, Summary, is_off, last
 
 _LEAST = {"run": 12, "updates kept": 18, "worst op": 26}
 """Columns of text, each with the width to which it may be shortened."""
@@ -30,11 +30,14 @@ class Shown(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A verdict in words, whether it is good (None: neither good nor bad), and the names of the runs it is about."""
+    """A verdict in words, whether it is good (None: neither good nor bad), the names of the runs it is about, and
+    whether they are faster than the reference (None: not judged).
+    """
 
     text: str
     is_good: bool | None
     runs: tuple[str, ...]
+    is_faster: bool | None = None
 
 
 def format_comparison(comparison: Summary, width: int | None = None) -> str:
@@ -99,9 +102,7 @@ def _cells(row: Row) -> dict[str, Shown]:
     worst = Shown("-")
     if row.worst is not None:
         worst = Shown(f"{_name_op(row.worst)} {_show(row.worst.error, '.1e')}", row.worst.error)
-    kept = Shown(_show(row.run.kept, ".0%"), row.run.kept)
-    if row.run.kept_worst:
-        kept = kept._replace(text=f"{kept.text} ({row.run.kept_worst})")
+    kept = Shown(_show_kept(row.run), row.run.kept)
     return {
         "run": Shown(row.name),
         "low": Shown(row.run.low or "-"),
@@ -128,6 +129,16 @@ def _show(value: float | None, form: str) -> str:
     return format(value, form)
 
 
+def _show_kept(run: ComparedRecord) -> str:
+    """Return what is kept of updates, and by which tensor or line: "7% (fc.weight)", or "66% off (gnn.py:20)"."""
+    kept = _show(run.kept, ".0%")
+    if is_off(run):
+        kept = f"{_show(run.update_error, '.0%')} off"
+    if run.kept_worst:
+        kept = f"{kept} ({run.kept_worst})"
+    return kept
+
+
 def _assess(comparison: Summary) -> list[Assessment]:
     """Return the assessments of the runs that did not fail, without the reference."""
     reference = comparison.about.reference
@@ -148,7 +159,7 @@ def judge_runs(comparison: Summary) -> list[Judged]:
             text = f"{run.row.name}: {of_loss}; {run.of_time()}{run.of_memory()}"
             if of_loss.startswith("worse"):
                 text += f"; {_name_trace(run.row.name, comparison.about.command)} finds lost values"
-            verdicts.append(Judged(text, is_good, (run.row.name,)))
+            verdicts.append(Judged(text, is_good, (run.row.name,), run.is_faster()))
     for failed, names in _group_failures(comparison).items():
         verdicts.append(Judged(f"{', '.join(names)}: {failed.splitlines()[0]}", False, tuple(names)))
     return verdicts
@@ -215,10 +226,13 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
     for worst, names in _group_worst(rows).items():
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
-        yield "updates kept: the share of the changes of 16-bit tensors that is stored, where too much is lost"
+        yield (
+            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where"
+            " too much is lost"
+        )
     for row in rows:
         if row.run.kept_worst:
-            yield f"  {row.name}: {_show(row.run.kept, '.0%')} ({row.run.kept_worst})"
+            yield f"  {row.name}: {_show_kept(row.run)}"
     for failed, names in _group_failures(comparison).items():
         if "\n" in failed:
             yield f"{', '.join(names)}: {failed}"

@@ -43,6 +43,8 @@ class Source:
         site, op, module: the line of the script, the op, and the module that runs.
         optimizer: the class of the optimizer whose step runs; "" outside of steps.
         is_sum: whether one op adds many values to an element.
+        is_temporary: whether the tensor is made in the step that changes it. Only sums within one op are followed in
+            such tensors.
         role: "weights", the name of a state of the optimizer, "gradients" that are summed, or `WEIGHT_DECAY`; "" for
             other tensors.
     """
@@ -53,6 +55,7 @@ class Source:
     role: str = ""
     module: str = ""
     is_sum: bool = False
+    is_temporary: bool = False
 
     @property
     def limit(self) -> float:
@@ -158,6 +161,7 @@ class _OfTensor:
         largest: the largest |true|^2 of a step.
         first, lost: the first step whose change was lost (-1 for none), and the number of such steps.
         looked: the number of steps.
+        last, last_lost: the last step with a change, and the last one whose change was lost; -1 for none.
     """
 
     numel: int
@@ -168,15 +172,19 @@ class _OfTensor:
     first: int = -1
     lost: int = 0
     looked: int = 0
+    last: int = -1
+    last_lost: int = -1
 
     def add(self, step: int, change: Change) -> None:
-        """Add the change of a step."""
+        """Add a change. A step may have several, as of the tensors that a line makes in a loop."""
         self.total += change
         self.recent.append(change)
         self.largest = max(self.largest, change.true)
-        self.looked += 1
+        self.looked += step != self.last
+        self.last = step
         if change.error > self.limit:
-            self.lost += 1
+            self.lost += step != self.last_lost
+            self.last_lost = step
             if self.first < 0:
                 self.first = step
 
@@ -204,7 +212,9 @@ class Tally:
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
         """Add a change of a tensor. `number` identifies a tensor that has no name, or whose name changes; 0: none."""
         dtype, numel = tensor.dtype, tensor.numel()
-        self._sources.setdefault(source.key, (source, short(dtype)))
+        known, _ = self._sources.setdefault(source.key, (source, short(dtype)))
+        if known.is_temporary and not source.is_temporary:  # such as a histogram that the first step makes
+            self._sources[source.key] = source, short(dtype)
         tensors = self.tensors.setdefault(source.key, {})
         before = self._last_names.get(number, name)
         if number:
@@ -256,4 +266,5 @@ class Tally:
                 kept=together.share,
                 descent=together.descent,
                 error=together.error,
+                is_temporary=source.is_temporary,
             )

@@ -154,7 +154,10 @@ class UpdateWatch:
             if role:
                 source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
-            self.tally.add(self.step, source, change, name, key, followed.tensor)
+            number = key
+            if source.is_temporary:  # the next step makes another tensor at this line
+                number = hash(source.module)
+            self.tally.add(self.step, source, change, name, number, followed.tensor)
 
     def _name_of_optimizer(self) -> dict[int, tuple[str, str]]:
         """Return the role and the name of each tensor of the optimizer whose step runs, by the id of its storage."""
@@ -260,7 +263,9 @@ class UpdateWatch:
         self._left -= size
         flat = tensor.detach().as_strided((size,), (1,), 0)
         self._twins.put(flat, flat.float())
-        source = replace(self._make_source(site, op, is_gradient=is_gradient), is_sum=is_sum)
+        is_temporary = not is_gradient and not self._is_old(tensor)
+        source = self._make_source(site, op, is_gradient=is_gradient)
+        source = replace(source, is_sum=is_sum, is_temporary=is_temporary)
         self._followed[key] = _Followed(flat, clone(flat), tensor.detach(), source)
 
     def _make_source(self, site: Site, op: str, *, is_gradient: bool) -> Source:

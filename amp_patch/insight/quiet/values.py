@@ -301,10 +301,21 @@ class ValueWatch:
             return
         error = _relative(result, exact[0])
         place = place_of(call)
-        if error > UNLIKE:
-            self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
-        else:
+        if error <= UNLIKE:
             self._findings.pass_over(QuietCause.CANCELLED, place)
+        elif self._find_rounding_left(op, twins) <= UNLIKE * _size(exact[0]):
+            self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
+        # else it is unknown: the exact result is as small as the rounding errors that the twins still have
+
+    def _find_rounding_left(self, op: Op, twins: Twins) -> float:
+        """Return the rounding error of the inputs of an op to which `_widen` gave no twin, or an equal one."""
+        roundings = [0.0]
+        for tensor in op.inputs():
+            dtype, twin = self._find_coarse(tensor), twins.find(tensor)
+            is_widened = twin is not None and not torch.equal(twin, tensor.float())
+            if dtype is not None and not is_widened and not _is_simple(tensor):
+                roundings.append(_ROUNDING * torch.finfo(dtype).eps * _size(tensor))
+        return math.hypot(*roundings)
 
     def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
         """Store in `twins` the values that a tensor would have if the last `depth` + 1 ops before it ran in float32."""

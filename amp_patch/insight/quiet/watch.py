@@ -70,6 +70,10 @@ class QuietWatch(WatchingMode):
         leave_mode(self)
         self.updates.end_step(optimizer)
         self._names.clear()
+        self.set_step(step)
+
+    def set_step(self, step: int) -> None:
+        """Set the number of the step that runs next."""
         self.updates.step = self.copies.step = step
 
     def records(self) -> list[QuietRecord]:

@@ -155,10 +155,13 @@ class Ranking:
         return float(2.0 ** math.floor(math.log2(limit / largest)))
 
     def find_reason(self, entry: ListEntry) -> str:
-        """Return the reason for an entry: the first op that overflows, or else the op with the largest error."""
+        """Return the reason for an entry: the first op that overflows, or else the op with the largest error.
+
+        Return "" if no op that was measured shows why the entry is needed.
+        """
         kept = [op for op in self._ops if _keeps_op(entry, op)]
         if not kept:
-            return "ops here that cannot be measured by themselves"
+            return ""
         low = spell_out(self._low)
         for op in kept:
             if op.overflow:
@@ -167,7 +170,7 @@ class Ranking:
             return f"{op.op}: {_percent(op.overflow_in)} of its inputs overflow {low}"
         op = max(kept, key=lambda op: max(op.error, op.gradient_error, op.backward_error))
         if not self._find_outlying_error(op):
-            return f"a run without it fails, though {op.op} has no error beyond rounding in {low}"
+            return ""
         if op.backward_error > max(op.error, op.gradient_error):
             return f"{op.op}: its backward pass is off by {op.backward_error:.2g} in {low}"
         if op.gradient_error > op.error:

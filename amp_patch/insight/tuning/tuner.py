@@ -163,8 +163,19 @@ class Tuner:
 
     def _format(self, entries: Sequence[ListEntry]) -> str:
         """Return the text of a list with these entries and their reasons."""
-        reasons = {entry: self._reasons.get(entry) or self._ranking.find_reason(entry) for entry in entries}
+        reasons = {}
+        for entry in entries:
+            reason = self._reasons.get(entry) or self._ranking.find_reason(entry)
+            reasons[entry] = reason or self._explain_by_run(entries, entry)
         return format_list(self._bases, entries, reasons)
+
+    def _explain_by_run(self, entries: Sequence[ListEntry], needed: ListEntry) -> str:
+        """Return what went wrong in the run without one of `entries`, as the reason for it."""
+        without = prune([entry for entry in entries if entry != needed])
+        trial = self._trials.get(without)
+        if trial is None or trial.verdict.passed:
+            return "no op here that can be measured by itself shows why it is needed"
+        return f"without it: {trial.verdict.fault}"
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
         """Return whether a run with these entries and `_from_traces` passes. The same candidate runs only once."""
