@@ -45,12 +45,9 @@ class QuietRecord:
             all of it, 0 is nothing.
         error: the relative error (L2) of the change, or of the result of `op`, against float32.
         used: the line that uses the values, if that is another line than `site`.
-<<<<<<< HEAD
         regions: choosers of modules that keep the values if they run in float32, such as `match: "time"`.
-=======
         is_temporary: whether the tensor that loses an update is made and freed within a step, so no step adds to
             the sum of another.
->>>>>>> fixD
         rank: the rank of the process.
     """
 
@@ -72,9 +69,6 @@ class QuietRecord:
     descent: float | None = None
     error: float | None = None
     used: str | None = absent("")
-<<<<<<< HEAD
     regions: tuple[str, ...] = ()
-=======
     is_temporary: bool = False
->>>>>>> fixD
     rank: int = 0

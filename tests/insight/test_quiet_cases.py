@@ -39,7 +39,6 @@ def test_positions_that_collapse_on_the_line_that_uses_them_are_reported():
     assert lost.cause == "collapsed" and lost.error > 0.1 and lost.used is None
 
 
-<<<<<<< HEAD
 def test_the_op_that_rounded_the_angles_is_named_with_a_rule_for_its_module():
     class Time(nn.Module):
         def forward(self, t):
@@ -60,7 +59,8 @@ def test_the_op_that_rounded_the_angles_is_named_with_a_rule_for_its_module():
     here = next(number for number, line in enumerate(lines, 1) if line.endswith("# HERE"))
     assert lost.site.endswith(f":{here}") and lost.used.endswith(f":{here + 1}")
     assert 'modules: [{match: "0", run: float32}]' in insight.format_quiet(lost, None)
-=======
+
+
 def test_log_probabilities_of_equal_weights_are_not_reported_although_only_one_side_is_recomputed():
     """The exact difference of the stored and the new log-probabilities is zero, and so is the difference in 16 bits."""
     policy, states = nn.Linear(8, 16), torch.randn(32, 8)
@@ -81,4 +81,3 @@ def test_log_probabilities_of_equal_weights_are_not_reported_although_only_one_s
         optimizer.step()
 
     assert not insight.trace(step).quiet
->>>>>>> fixD
