@@ -1,6 +1,6 @@
 """`Tree`: a syntax tree with parents. It tells which of two nodes runs first, and which never run in the same pass.
 
-A pass is one run of the body of a function, or of the module.
+A pass is one run of the body of a function, or of the module, with at most one turn of each loop.
 """
 
 import ast

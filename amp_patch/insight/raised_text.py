@@ -36,7 +36,7 @@ def describe_raised(raised: RaisedRecord, run: RunRecord | None) -> Iterator[tup
     yield "error", raised.message
     yield "call", _describe_call(raised)
     yield "cause", f"{raised.cause}: {_CAUSES[raised.cause]}"
-    name = "operands" if raised.operands else "because"
+    name = "operands"
     for operand in raised.given:
         yield name, describe_operand(operand)
         name = ""
@@ -52,7 +52,8 @@ def describe_raised(raised: RaisedRecord, run: RunRecord | None) -> Iterator[tup
 
 def _describe_call(raised: RaisedRecord) -> str:
     call = raised.op or "a call"
-    if raised.phase == "backward" and raised.raised_at:  # an op of torch, and not a line of the script
+    # without `raised_at`, the script itself has made the call during the backward pass, as in a hook
+    if raised.phase == "backward" and raised.raised_at:
         call = f"the backward pass of {call}"
     text = f"{call} at {raised.site or 'no line of the script'}"
     if raised.module:
@@ -93,7 +94,7 @@ def _describe_weight(operand: Operand) -> str:
         return f"{text}, cast by {operand.entry} ({operand.rule})"
     if operand.dtype == "f32" or text == operand.made_by:  # a gradient has the dtype of its weight
         return text
-    return f"{text}, which had this dtype when the script first called the model"
+    return f"{text}, which no call such as model.half() was seen to cast"
 
 
 def _describe_input(operand: Operand) -> str:

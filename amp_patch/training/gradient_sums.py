@@ -8,21 +8,21 @@ exceptions below. So a script can clip, log and accumulate them between blocks.
   `end` moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these
   optimizers and to the scaler of the block.
 
-Parameters are read from the groups of the optimizers each time, as GradScaler does. A backward pass may also reach
-parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients are divided, too, but do not
-count as an overflow of the block.
+Parameters are read from the groups of the optimizers each time. A backward pass may also reach parameters of other
+optimizers (the discriminator of a GAN) or of none: their gradients are divided, too, but are no overflow of the block.
 
 Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. Those of a block with
-`delay_unscale` wait for the end of the next block without it, a step or `zero_grad`. Gradients that a parallel wrapper
-has not reduced yet (`no_sync`) wait for the backward pass that reduces them.
+`delay_unscale` wait for a block with another scale, the end of a block without it, a step or `zero_grad`. Gradients
+that a parallel wrapper has not reduced yet (`no_sync`) wait for the backward pass that reduces them.
 
 | event | gradients that are checked | flags that are set | scales that are updated |
 |---|---|---|---|
 | a block ends | of its optimizers, and of delayed blocks before it | of these optimizers and the scaler | - |
 | a block with `delay_unscale` ends | none | none | - |
-| `step()` | any not checked yet; again, if any were zeroed | of its optimizer | of all scalers with a flag there |
-| `zero_grad()` without a step | any not checked yet | none; the next step checks | of all scalers with a flag there |
-| `step()` inside a block | of its optimizer | of its optimizer and the block | none, until the block ends |
+| `step()` | of delayed blocks; with masters, all; again, if any were zeroed | its own (*) | all with a flag there |
+| `zero_grad()` without a step | of delayed blocks | none of its own (*) | all with a flag there |
+| `step()` inside a block | of its optimizer | its own, and the block's | of blocks that have ended |
+(*) And those of the delayed blocks. A script may save checked gradients, zero them, and put them back.
 """
 
 import contextlib
@@ -127,8 +127,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and report its flag to its optimizers and its scaler.
 
-        A delayed block leaves that to the next block or step. Waits for the device only if the block has failed under a
-        dynamic scale: then its flag counts only if it is set.
+        A delayed block leaves that to a later event. Waits for the device only if the block has failed under a dynamic
+        scale: then its flag counts only if it is set.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -212,7 +212,7 @@ class GradientSums:
     def mark_zeroed(self, flags: OverflowFlags) -> None:
         """Record that the gradients of an optimizer are about to be zeroed without a step.
 
-        An overflow in them still lowers the loss scale. If a block has checked them, the next step checks once more.
+        An overflow in them still lowers the loss scale. If a block has checked them, the next step checks again.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -352,8 +352,8 @@ class GradientSums:
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
         """For an optimizer of none of the blocks, move the gradients of 16-bit parameters to their masters.
 
-        Its next block or step checks these gradients. The same if the optimizer holds a parameter that was just checked
-        for another one (`checked`, by id), from which the script has moved it.
+        Its next block or step checks these gradients. It also checks if the optimizer holds a parameter that another
+        optimizer holds as well, and that was just checked for that one (`checked`, by id).
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)

@@ -8,8 +8,8 @@ A closed master is an object of `ClosedMaster`. When Python code first uses its 
 ordinary `torch.nn.Parameter`, until it is written to its parameter, as after a step, while no script holds its values.
 It is the same object all the time, so groups, optimizer states and scripts may hold it.
 
-A closed master keeps its gradient in the dtype in which the backward pass left it, until Python code reads it, or the
-master is opened.
+Without a loss scale, a closed master may take the 16-bit gradient of its parameter as it is. This becomes float32 when
+Python code reads it, when another gradient is added to it, or when the master is opened.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -199,7 +199,7 @@ def has_gradient(tensor: Tensor) -> bool:
 def open_gradients(masters: Iterable[Tensor]) -> None:
     """Give closed masters float32 gradients, where their low halves keep the gradients in another dtype."""
     closed = [master for master in masters if type(master) is ClosedMaster and master.low_half.gradient is not None]
-    if not closed:  # in nearly every step without split masters
+    if not closed:  # as always in a session without split masters
         return
     opened: list[tuple[Tensor, LowHalf]] = []
     copies: list[Tensor] = []

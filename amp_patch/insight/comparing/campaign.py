@@ -48,7 +48,9 @@ CLOSE = 0.02
 """Weights count as equal, up to rounding to 16 bits, if their relative difference (L2) is below this."""
 
 SHARE = 0.01
-"""The gradients of a layer are compared if their norm is at least this share of the norm of all gradients."""
+"""A layer counts for the largest error of gradients only if the norm of its gradients is at least this share of the
+norm of all gradients.
+"""
 
 
 class Plan(NamedTuple):
@@ -90,7 +92,8 @@ def plan_runs(
 
     Args:
         asked: the runs that the user named; None for the default runs.
-        reference: the run with which the others are compared. If it is not among the runs, it is added as the first.
+        reference: the run with which the others are compared. If it is not among the runs, it is added as the first. Of
+            several runs with its name, it is the first.
         everywhere: whether runs put the whole training into one region of autocast (`--everywhere`).
     """
     plain = levels.find_plain_level().name
@@ -222,7 +225,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails in float32. If it only took no step, return: there is no error."""
+        """Raise the error of a training that fails at the reference. If it only took no step, return."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return
@@ -231,7 +234,7 @@ class Campaign:
         if taken:
             more = f"\n--steps {taken} compares the {count_of(taken, 'step')} before it"
         raise RunFailedError(
-            f"the training fails in float32 ({name}), so no other level was run:\n{failed}{more}"
+            f"the training fails at the reference {name}, so no other level was run:\n{failed}{more}"
         ) from (failed.__cause__ or failed)
 
     def _train_reference(self, seed: int) -> RunFailedError | None:
@@ -340,7 +343,7 @@ class Campaign:
         if self._header is None or name == self._reference:
             self._header = run
         low = run.low
-        # a run in float32 has no 16 bits, even if the script asks for them
+        # a run that gets float32 has no 16 bits, even if the script asks for them, but the reference may keep them
         if not is_in_float32(self._runs[name]) or self._not_float32:
             low = low or run.script_low
         self._change(name, opt_level=run.opt_level, low=low, lists=run.lists, digest=run.digest)

@@ -19,20 +19,22 @@ SHAPES = (
     "M-5 0h10M-2.5-4.3l5 8.6M2.5-4.3l-5 8.6",
 )
 ROOM = 16
-"""The fewest pixels from one mark to the next on lines that coincide, where the chart has room for several."""
+"""The fewest pixels from one mark to the next on lines that coincide. If there are too many lines for that, each still
+has one mark, and the marks are closer.
+"""
 MOST = 5
 """The most marks on a line."""
 KEY_WIDTH, KEY_HEIGHT = 28, 12
 
 
 def draw_mark(number: int, x: float, y: float) -> Markup:
-    """Return the mark of the line with this number."""
+    """Return the mark of lines with this colour (`Series.colour`)."""
     place = f"translate({x:.1f} {y:.1f})"
     return element("path", d=SHAPES[number % len(SHAPES)], transform=place, class_="mark")
 
 
 def draw_key(number: int) -> Markup:
-    """Return a piece of the line with this number, and its mark, for a legend."""
+    """Return a piece of a line with this colour, and its mark, for a legend."""
     middle = KEY_HEIGHT / 2
     line = element("line", x1=1, x2=KEY_WIDTH - 1, y1=middle, y2=middle, class_="line")
     return element(
@@ -50,9 +52,9 @@ def place_marks(
 ) -> Iterator[tuple[float, float]]:
     """Yield where the marks of a line lie: no two of `count` lines have marks at the same x.
 
-    `points` are pixels, with NaN for gaps. `order` is the number of the line, below `count`. `ends` are the x at which
-    the chart begins and ends. A line with gaps at all its places has a mark at its last point instead, where other
-    lines may have one, too.
+    `points` are pixels, with NaN for gaps. `order` is the place of the line among the `count` lines of its chart, from
+    0. `ends` are the x at which the chart begins and ends. A line with gaps at all its places has a mark at its last
+    point instead, where other lines may have one, too.
     """
     start, stop = ends
     marks = max(1, min(MOST, int((stop - start) / (ROOM * count))))
