@@ -105,7 +105,7 @@ def test_ops_are_patched_when_they_are_imported_until_reset(is_package_imported,
     originals = [amp.get_original(*target) for target in targets]
     amp.reset()
     for (owner, name), original in zip(targets, originals, strict=True):
-        assert vars(owner)[name] is original and not amp.is_patched(owner, name)
+        assert getattr(owner, name) is original and not amp.is_patched(owner, name)
         assert getattr(original, "__func__", original).__code__.co_filename == ops.__file__
     assert ops.roi_align(X).dtype is torch.float32
     assert find_changes() == []
