@@ -202,7 +202,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # If the runner redirects the files of the script, they go to a folder of this name, over those of the last run.
+    # If the runner redirects the files of the script, they go to a folder of this name, over the files of the last run.
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

@@ -132,7 +132,7 @@ def _has_disabled_scaler(script: Script) -> bool:
 
 
 def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
-    """Return the dtypes that a region may have: those of its argument `dtype`, or the default of its device.
+    """Return the dtypes that a region may have, from its argument `dtype`, or the default of its device.
 
     Returns an empty list if the script does not show them.
     """
@@ -333,7 +333,7 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
 )
 def goes_backward_in_region(script: Script) -> Iterator[Fault]:
     """Outside of the region, a backward pass runs each op in the dtype of its forward op. Inside the region, autocast
-    also casts ops in the backward pass: those of autograd functions and of hooks that a script defines. torch advises
+    also casts ops in the backward pass, in autograd functions and hooks that a script defines. torch advises
     against a backward pass there.
     """
     for region in find_regions(script):

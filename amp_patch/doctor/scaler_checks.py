@@ -100,7 +100,7 @@ def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
         return False
     if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):
         return False
-    # after one of these calls, the step uses other gradients than those of this loss alone
+    # after one of these calls, the step uses gradients of other losses, too, or none of this loss
     replacing = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
     return not any(flow.between(replacing, loss, step))
 

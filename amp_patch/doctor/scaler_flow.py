@@ -286,7 +286,7 @@ class ScalerFlow:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled backward pass before a call `event`, if its gradients are those of a later `step`.
+        """Return the last scaled backward pass before a call `event`, if a later `step` uses its gradients.
 
         Returns None if that is not sure: if the step may run without the event before it, if a backward pass may run
         between the two, or if no scaled backward pass comes before the event.

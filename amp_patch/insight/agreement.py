@@ -1,5 +1,5 @@
-"""Compares the losses of a training that was repaired, as by an op list, with those of a training in float32. That all
-values are finite is not enough: the loss may stay where it is.
+"""Compares the losses of a training that was repaired, as by an op list, with the losses of a training in float32.
+Finite values alone are not enough: the loss may stay where it is.
 """
 
 import math

@@ -143,5 +143,5 @@ def _find_address(value: Any) -> int:
         return 0
     try:
         return int(value.data_ptr())
-    except RuntimeError:  # the tensors inside torch.func, for example those of torch.func.vmap, have no data
+    except RuntimeError:  # tensors inside torch.func, for example in torch.func.vmap, have no data
         return 0

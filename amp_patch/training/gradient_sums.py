@@ -22,7 +22,7 @@ that a parallel wrapper has not reduced yet (`no_sync`) wait for the backward pa
 | `step()` | of delayed blocks; with masters, all; again, if any were zeroed | its own (*) | all with a flag there |
 | `zero_grad()` without a step | of delayed blocks | none of its own (*) | all with a flag there |
 | `step()` inside a block | of its optimizer | its own, and the block's | of blocks that have ended |
-(*) And those of the delayed blocks. A script may save checked gradients, zero them, and put them back.
+(*) Also the flags of the delayed blocks. A script may save checked gradients, zero them, and put them back.
 """
 
 import contextlib

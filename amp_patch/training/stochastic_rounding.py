@@ -106,7 +106,7 @@ class StochasticRounding:
                 copy_(group([piece.target for piece in pieces], results))
 
     def _get_room(self, values: Sequence[Tensor]) -> "_Room":
-        """Return temporary tensors for a call: those of an earlier call in this step, if they are large enough."""
+        """Return temporary tensors for a call, from an earlier call in this step if they are large enough."""
         size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
         if self._room is None or self._room.size < size or self._room.device != values[0].device:
             self._room = None  # freed before the next one is taken

@@ -21,7 +21,7 @@ class FP16_Optimizer(_FP16Optimizer):
       up, and the scale is updated once.
     * An overflow skips the step also under a static scale.
 
-    `state_dict` returns two sets of entries: those of this variant in Apex, and those of
+    `state_dict` returns two sets of entries: of this variant in Apex, and of
     `fp16_utils.FP16_Optimizer`. `load_state_dict` needs only the second set. It also takes the first set alone if all
     parameters are 16-bit and require gradients, as Apex demanded.
 

@@ -57,7 +57,7 @@ class CallWatch:
     """Watches the calls of models by global hooks, functions between them by a mode of torch, and `backward`.
 
     The mode is on from the end of a call of a model to the next, or to `backward`. So it sees no ops of a model,
-    and those of an optimizer only in a step without `backward` before it.
+    and ops of an optimizer only in a step without `backward` before it.
 
     Args:
         tape: where the calls are written.

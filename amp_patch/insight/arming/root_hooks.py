@@ -60,7 +60,7 @@ class RootHooks:
         self._threads.add(threading.get_ident())
 
     def begin(self, root: nn.Module) -> None:
-        """Turn the global hooks off, and those of the root on, for the call of a root that has begun.
+        """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
         Do not if that could hide a call in another thread, or make torch.compile compile again what it has compiled
         with global hooks; nor in the call after one whose hooks are still on.
@@ -80,7 +80,7 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on, and those of the root off; after an exception, these stay on until the next call.
+        """Turn the global hooks on and the root's own off. After an exception, its own stay on until the next call.
 
         Harmless twice.
         """

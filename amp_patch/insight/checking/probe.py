@@ -184,7 +184,7 @@ class _ModuleNumbers:
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them.
 
-        The first gradients that count are those of the first step in which all are finite. Otherwise the step may be
+        The first gradients that count belong to the first step in which all are finite. Otherwise the step may be
         skipped, and clipping by an infinite norm may have made its finite gradients zero.
         """
         self._stepped.update(map(id, parameters))

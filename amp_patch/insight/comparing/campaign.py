@@ -112,7 +112,7 @@ def plan_runs(
 
 
 def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
-    """Return the settings of the asked runs, by name, after those of the reference if it is not among them."""
+    """Return the settings of the asked runs, by name. If the reference is not among them, it comes first."""
     all_runs: list[str | Settings] = list(asked)
     if parse_run(reference) not in map(parse_run, all_runs):
         all_runs.insert(0, reference)

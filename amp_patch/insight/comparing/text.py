@@ -130,7 +130,7 @@ def _show(value: float | None, form: str) -> str:
 
 
 def _show_kept(run: ComparedRecord) -> str:
-    """Return what is kept of updates, and by which tensor or line: "7% (fc.weight)", or "66% off (gnn.py:20)"."""
+    """Return the share of updates that is kept or wrong, such as "7% (fc.weight)" or "66% off (gnn.py:20)"."""
     kept = _show(run.kept, ".0%")
     if is_off(run):
         kept = f"{_show(run.update_error, '.0%')} off"

@@ -124,8 +124,8 @@ def find_limit(record: FlightRecord) -> float:
 def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> list[str]:
     """Return lines about magnitudes that have grown, gradients that vanish, and loss scales that fell.
 
-    Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes, first those of
-    the module of the fault; one more line counts the others.
+    Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes. The
+    module of the fault comes first; one more line counts the others.
     """
     grown = find_grown(records)
     groups: dict[tuple[FlightKind, str], list[Grown]] = {}

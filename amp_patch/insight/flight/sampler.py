@@ -349,7 +349,7 @@ def _is_capturing() -> bool:
 
 
 def _merge(pages: Sequence[Columns]) -> Columns:
-    """Return the columns of all devices as those of one. Most models are on one device."""
+    """Return the columns of all devices in one. Most models are on one device."""
     merged, *others = pages
     for columns in others:
         for row, count in enumerate(columns[0]):
