@@ -176,6 +176,12 @@ def test_a_caption_names_the_lines_that_are_not_drawn(value):
     assert " Without a line, since no value is finite: O1, O2 and O5." in page.texts
 
 
+@pytest.mark.parametrize(("smallest", "is_told"), [(1e5, True), (1e30, False)])
+def test_a_caption_tells_of_values_below_the_axis(smallest, is_told):
+    figure = str(draw_figure([Series("O1", 0, [smallest, 1e36], (), (), ())], "Losses.", label="losses"))
+    assert ("lie at the lower edge" in figure) is is_told
+
+
 def test_losses_that_are_nan_throughout_are_named_in_both_charts():
     comparison = make_comparison()
     records = [

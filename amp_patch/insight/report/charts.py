@@ -58,7 +58,8 @@ def draw_figure(
     if steps is None:
         longest = max((len(line.values) for line in series), default=1)
         steps = range(1, max(1, longest) + 1)
-    axes = _Axes(steps, *_find_axis(shown))
+    low, high, ticks = _find_axis(shown)
+    axes = _Axes(steps, low, high, ticks)
     groups = _group([axes.track(line.values) for line in series])
     drawing = _draw(series, noise, axes, groups, label)
     if sum(map(_has_range, series)) > 1:
@@ -66,6 +67,8 @@ def draw_figure(
     together = [_join_names([series[order].name for order in group]) for group in groups if len(group) > 1]
     if together:
         caption += f" Dashes alternate where lines coincide: {'; '.join(together)}."
+    if any(0 < value < ticks[0][0] for value in shown) and len(ticks) > 12:
+        caption += f" Values below {ticks[0][0]:.0e} lie at the lower edge."
     parts = [drawing, element("figcaption", keep_words(caption + _tell_gaps(series)))]
     if has_keys:
         keys = (element("span", draw_key(line.colour), " ", keep_words(line.name)) for line in series)
