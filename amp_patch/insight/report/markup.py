@@ -9,7 +9,8 @@ VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
 """Elements that have no end tag if they have no children: VOID of HTML, VOID_DRAWN of SVG."""
 
 _HYPHENATED = re.compile(r"(\S*-\S*)")
-_JOINT = re.compile(r"(?<=\D\.)(?=\S)|(?<=\.)(?=[^\s\d])")  # after a dot that is not in a number
+_JOINT = re.compile(r"(?<=\D\.)(?=\S)|(?<=\.)(?=[^\s\d])|(?<=[^\W_]_)(?=[^\W_])")
+"""After a dot that is not in a number, and after an underscore inside a name."""
 
 
 class Markup(str):
@@ -61,7 +62,7 @@ def keep_words(text: str) -> Markup:
 
 
 def break_names(text: str) -> Markup:
-    """Return text in which a browser may break the line after each dot of a name, and keeps the parts of names, and
-    numbers, as `keep_words`.
+    """Return text in which a browser may break the line after each dot and underscore of a name, and keeps the parts of
+    names, and numbers, as `keep_words`.
     """
     return Markup(element("wbr").join(map(keep_words, _JOINT.split(text))))
