@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from ...files import write_file
-from ..report import Markup, Series, draw_figure, element, keep_words, make_page
+from ..report import Markup, Series, break_names, draw_figure, element, make_page
 from .contract import Contract, StepsRecord
 from .verdict import Verdict
 
@@ -40,8 +40,8 @@ def _list_breaks(verdict: Verdict) -> Markup:
     items: list[Markup] = []
     for broken in verdict.breaks:
         site = f" ({broken.site})" if broken.site else ""
-        items.append(element("li", keep_words(f"{broken.kind}: {broken.text}{site}")))
-    notes = [element("li", keep_words(note)) for note in verdict.notes]
+        items.append(element("li", break_names(f"{broken.kind}: {broken.text}{site}")))
+    notes = [element("li", break_names(note)) for note in verdict.notes]
     if items:
         parts = [element("h2", "Causes before effects"), element("ol", *items[:_SHOWN])]
         if len(items) > _SHOWN:

@@ -8,7 +8,7 @@ from ..comparing.text import footnotes, judge_runs, tabulate
 from ..records import LayerRecord
 from .charts import Series, draw_figure, draw_histogram, tell_shares
 from .marks import draw_key
-from .markup import Markup, element, join, keep_words
+from .markup import Markup, break_names, element, join, keep_words
 from .tables import Cell, make_table
 
 POWERS = 24
@@ -31,7 +31,7 @@ def make_comparison(summary: Summary) -> Iterator[Markup]:
 
 
 def _list(lines: Iterable[str]) -> Markup:
-    return element("ul", *(element("li", keep_words(line)) for line in lines), class_="notes")
+    return element("ul", *(element("li", break_names(line)) for line in lines), class_="notes")
 
 
 def _runs(rows: Sequence[Row]) -> Markup:

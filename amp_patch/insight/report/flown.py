@@ -8,7 +8,7 @@ from ..flight_record import FlightKind, FlightRecord
 from ..recordings import Recording
 from ..short_dtypes import spell_out
 from .charts import Series, draw_figure
-from .markup import Markup, element, keep_words
+from .markup import Markup, break_names, element, keep_words
 
 MOST_CHARTS = 12
 """The most charts of values that have grown. The other samples are in the data of the page."""
@@ -30,7 +30,7 @@ def make_flight(recording: Recording) -> Iterator[Markup]:
         "section",
         element("h2", "Flight recorder"),
         element("p", keep_words(title[:1].upper() + title[1:])),
-        element("ul", *(element("li", keep_words(line.strip())) for line in lines)) if lines else Markup(""),
+        element("ul", *(element("li", break_names(line.strip())) for line in lines)) if lines else Markup(""),
         element("div", *charts, class_="pair"),
     )
 
