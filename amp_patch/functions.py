@@ -1,4 +1,4 @@
-"""Public functions that apply rules to the user's own functions, and functions that show what is patched.
+"""Public functions that apply rules to the user's own functions, and functions that show the patches.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
 dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and

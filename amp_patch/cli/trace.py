@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print what was found, and return an exit code.
+    """Run the script, print the findings, and return an exit code.
 
     0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit, or is lost quietly (16
     bits lose it although it is finite), or the script misuses GradScaler or autocast, or raises because of dtypes. 2

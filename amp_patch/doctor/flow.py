@@ -201,9 +201,9 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values that a name may have: those assigned to it, and those passed for it if it is an argument.
+        """Return the values that a name may have: assigned to it, or passed for it if it is an argument.
 
-        An attribute also has those of `_find_fields`.
+        For an attribute, `_find_fields` finds further values.
         """
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []

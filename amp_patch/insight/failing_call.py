@@ -444,8 +444,8 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
 
 
 def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
-    """Return the condition of an `assert`, as a call that fails if it is false; or that of the nearest `if` around a
-    `raise`, as a call that fails if it is true.
+    """Return the condition of an `assert`, as a call that fails if it is false; or the condition of the nearest `if`
+    around a `raise`, as a call that fails if it is true.
 
     Returns None for a condition that calls something, that has no attribute `dtype`, or that names no tensor.
     """

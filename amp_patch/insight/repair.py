@@ -102,7 +102,7 @@ class Repair:
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Begin at a fault: give a twin to the result that does not fit, and note what has to be float32.
+        """Begin at a fault: give a twin to the result that does not fit, and note the results that have to be float32.
 
         Args:
             output: the result that does not fit.

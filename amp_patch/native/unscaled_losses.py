@@ -26,7 +26,7 @@ _POWERS = {"MulBackward0": 1.0, "DivBackward0": -1.0}
 
 @dataclass(slots=True)
 class _Watched:
-    """One parameter of an optimizer, and what has changed its gradient since the last step.
+    """One parameter of an optimizer, and the backward passes that changed its gradient since the last step.
 
     Attributes:
         parameter: had a gradient at the last `scaler.step` of the optimizer.

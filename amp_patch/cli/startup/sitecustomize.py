@@ -37,7 +37,7 @@ def _start():  # type: () -> None
         _install(settings)
     elif is_found:
         # A Python of another installation. The version of the package there may not fit the settings, and may raise
-        # anything. Then forget what was imported of it.
+        # any exception. Then forget the modules that were imported.
         modules_before = set(sys.modules)
         try:
             _install(settings)

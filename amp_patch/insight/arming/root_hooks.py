@@ -62,8 +62,8 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
-        Do not if that could hide a call in another thread, or make torch.compile compile again what it has compiled
-        with global hooks; nor in the call after one whose hooks are still on.
+        Leave them if turning them off could hide a call in another thread, or make torch.compile compile a function
+        again. Leave them also in the call after one whose own hooks are still on.
         """
         if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
             self._turn_stale_off()
