@@ -1,4 +1,4 @@
-"""The public functions of the package: Apex's functions with Apex's signatures, and functions that Apex lacks."""
+"""The public functions of the package: Apex's functions, and functions that Apex lacks."""
 
 import contextlib
 import numbers
@@ -115,18 +115,18 @@ def initialize(
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
         presets: path of a presets file in place of the shipped one. Default: environment variable AMP_PATCH_PRESETS.
-        replace: close a session that is still in use instead of raising an error.
+        replace: close a session that is still in use, and open a new one.
         overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
             reduce a few numbers in each step. None: the ranks that hold shards of the models, if any. Without shards,
             or with False, each rank decides for itself, which is right under DistributedDataParallel.
 
     Returns:
         `models` if `optimizers` is None, else `(models, optimizers)`: the same objects, in the shape you passed them
-            (an iterator becomes a list). Calling `initialize` again with the same arguments changes nothing.
+            (an iterator becomes a list). Without `replace`, a second call with the same arguments changes nothing.
 
     Raises:
-        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was
-            changed, except that with `replace`, an earlier session may have been closed.
+        PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong. Models and
+            optimizers were not changed, except that with `replace`, an earlier session may have been closed.
         SessionError: models of another policy are still alive, or a `scale_loss` block is open.
 
     Examples:
@@ -201,24 +201,24 @@ def scale_loss(
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
     After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
-    as usual. If a gradient is inf or NaN under a dynamic scale, the next `step()` of each optimizer passed here is
-    skipped, and the scale falls (to half, by default).
+    as usual. If a gradient of these optimizers is inf or NaN under a dynamic scale, their next `step()` is skipped, and
+    the scale falls (to half, by default).
 
     Args:
         loss: a floating tensor on the models' device, usually 0-dim.
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scale to use.
         model: ignored, as in Apex.
-        delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it for all but the
-            last backward pass of an accumulation window.
+        delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it in an
+            accumulation window, for all but the last backward pass.
         delay_overflow_check: ignored: the check runs on the device, and the host does not wait for it in this block.
 
     Yields:
         `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
 
-    Does not wait for the device, unless the block raises an exception. Under a dynamic scale `step()` waits once,
-    except with torch's fused Adam, AdamW, SGD and Adagrad, which skip on the device. Messages about their steps then
-    come one step later, or when you read `step_was_skipped` or `stats()`.
+    After the first block, this does not wait for the device, unless the block raises an exception. Under a dynamic
+    scale, `step()` waits once. torch's fused Adam, AdamW, SGD and Adagrad usually skip on the device instead. Messages
+    about their steps then come at a later step, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
         SessionError: `initialize` was not called, or the models have changed device.
@@ -255,8 +255,8 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
 
     The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
-    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the product
-    overflows, that loss overflows too, so the scale falls. Raises ArgumentTypeError for a number or text.
+    `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the gradients
+    overflow, that loss overflows too, so a dynamic scale falls. Raises ArgumentTypeError for a number or text.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -298,7 +298,7 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer updates: at O2 and O5, float32 masters in place of 16-bit parameters.
+    """Yield the parameters that the optimizer updates: at levels with masters, masters in place of 16-bit parameters.
 
     Use it to clip gradients. Raises ArgumentTypeError if `optimizer` is not an optimizer.
 
@@ -379,10 +379,9 @@ def session(
 def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """Context manager: call `initialize`, and undo it at the end of the block, even after an exception.
 
-    After the block, torch and the optimizers are as before, and weights keep their trained values. At levels with
-    masters, weights that were cast take the float32 values of their masters. At other levels, they return to their
-    earlier dtype. Optimizer states are converted in the same way. You can use several scopes one after the other, also
-    on the same objects, but you cannot nest them.
+    After the block, torch and the optimizers are as before, and weights keep their trained values, as after `reset`.
+    Optimizer states are converted like the weights. You can use several scopes one after the other, also on the same
+    objects, but you cannot nest them.
 
     Args:
         models, optimizers, options: as for `initialize`, except `replace`.
@@ -402,6 +401,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """
     if "replace" in options:
         raise ArgumentTypeError("scope takes no `replace`: to close another session, call amp.reset() first")
+    models, optimizers = read_once(models), read_once(optimizers)
     _current.check_that_none_is_in_use()
     was_disabled = _current.state.is_disabled
     returned = initialize(models, optimizers, **options)
@@ -436,7 +436,7 @@ def refresh() -> None:
     """Copy masters to parameters, and recast every cached weight before its next use.
 
     Call it after an edit of weights that torch does not track, such as `weight.data.mul_(2)`. At levels with masters,
-    edit the masters instead: `refresh` overwrites the weights with them.
+    edit the masters instead: `refresh` overwrites such edits of the weights.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)
@@ -473,8 +473,8 @@ def fsdp_policy(
 
     Args:
         opt_level: a level of the shipped presets, or of the file that AMP_PATCH_PRESETS names.
-        module: the module that is sharded. It matters only for a batch normalization layer that is sharded by itself:
-            the layer stays float32 at O2 and O5.
+        module: the module that is sharded. It matters for a batch normalization layer that is sharded by itself: such a
+            layer stays float32 at O2 and O5.
         reduce_dtype: the dtype in which gradients are summed over the ranks, at O2 and O5. None: the low dtype. float32
             is more exact and doubles the traffic.
 

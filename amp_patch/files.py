@@ -4,9 +4,11 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
+import sys
 from pathlib import Path
 
-_NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+_NO_RENAME = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV, errno.EROFS})
 """The errors of `_replace` if only the file may be written, and not its folder, or if the file is a mount point."""
 
 
@@ -14,20 +16,20 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Write a file, text in UTF-8. Raises OSError with the path.
 
     Writes a temporary file in the same folder and renames it, so the old file survives a full disk or a killed process.
-    If only the file may be written, and not its folder, the file is overwritten in place. Anything but a regular file,
-    such as /dev/stdout or a pipe, is written to directly. A link stays a link, and its target is written.
+    If only the file may be written, and not its folder, the file is overwritten in place. A link stays a link, and its
+    target is written. Anything but a regular file, such as a pipe, is written to directly. Content for /dev/stdout goes
+    where other output of the process goes, also into a file.
     """
-    target = Path(os.path.realpath(path))
     data = content
     if isinstance(content, str):
         # the text may contain names of files, which need not be UTF-8
         data = content.encode(errors="backslashreplace")
     assert isinstance(data, bytes)
     try:
-        existed = target.exists()
-        if existed and not target.is_file():
-            target.write_bytes(data)
+        if _write_directly(path, data):
             return
+        target = Path(os.path.realpath(path))
+        existed = target.exists()
         if existed:
             # raises an error if the file may not be written; renaming would replace such a file nevertheless
             with target.open("ab"):
@@ -44,21 +46,44 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise the OSError that `write_file` would raise, as far as that is known in advance. Changes no file."""
-    target = Path(os.path.realpath(path))
     try:
         try:
-            target.lstat()
+            mode = os.stat(path).st_mode
         except FileNotFoundError:
             # see whether a file can be made in the folder
-            _make_temporary(target.parent).unlink()
+            _make_temporary(Path(os.path.realpath(path)).parent).unlink()
             return
-        if target.is_dir():
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if target.is_file():
-            with target.open("ab"):
+        if stat.S_ISREG(mode):
+            with Path(path).open("ab"):
                 pass
     except OSError as error:
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _write_directly(path: str | os.PathLike[str], data: bytes) -> bool:
+    """Write to a path that is no regular file, or to which stdout or stderr goes. Return False for any other path."""
+    try:
+        # not of the real path: /dev/stdout may lead to a pipe, whose real path names no file
+        status = os.stat(path)
+    except FileNotFoundError:
+        return False
+    for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            is_stream = os.path.samestat(os.fstat(descriptor), status)
+        except OSError:  # the stream is closed
+            continue
+        if is_stream:
+            if stream is not None:
+                stream.flush()
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+            return True
+    if stat.S_ISREG(status.st_mode):
+        return False
+    Path(path).write_bytes(data)
+    return True
 
 
 def _replace(target: Path, data: bytes, existed: bool) -> None:

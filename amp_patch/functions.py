@@ -234,7 +234,7 @@ def _register(module: Any, name: str, rule: OpRule, like: str = "") -> None:
         )
     if not callable(getattr(module, name)):
         raise ArgumentTypeError(f"{owner}.{name} is not callable, so it cannot be registered: name a function")
-    if like:
+    if rule is OpRule.MATCH:
         op_arguments.find_position(getattr(module, name), like)
     registered = _current.state.registered
     registered[:] = [entry for entry in registered if not (entry.owner is module and entry.name == name)]

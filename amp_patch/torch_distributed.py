@@ -58,9 +58,13 @@ def get_unsharded_gradients(module: Any) -> list[Tensor]:
 
     Without it, sums over passes with different loss scales would be wrong.
     """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older versions of torch have one group for a module, or none
+        groups = filter(None, [state._fsdp_param_group])
     # by identity, because from torch 2.15 on both attributes below hold the same gradient
     gradients: dict[int, Tensor] = {}
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in groups:
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             for gradient in (parameter.unsharded_accumulated_grad, None if whole is None else whole.grad):

@@ -62,6 +62,22 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
         assert reader.communicate()[0] == OLD
 
 
+@pytest.mark.parametrize("is_pipe", [False, True], ids=["file", "pipe"])
+def test_what_is_written_to_stdout_comes_between_other_output(is_pipe: bool, tmp_path: Path) -> None:
+    script = """
+from amp_patch.files import check_writable, write_file
+print("before")
+check_writable("/dev/stdout")
+write_file("/dev/stdout", "content\\n")
+print("after")
+"""
+    path = tmp_path / "out.txt"
+    with path.open("w") as file:
+        target = subprocess.PIPE if is_pipe else file
+        done = subprocess.run([sys.executable, "-c", script], check=True, stdout=target, text=True)
+    assert (done.stdout if is_pipe else path.read_text()) == "before\ncontent\nafter\n"
+
+
 def test_a_file_system_that_is_read_only_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -100,15 +116,15 @@ def test_any_name_that_the_system_takes_is_written(name: str, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("how", ["open", "replace"])
+@pytest.mark.parametrize(("how", "number"), [("open", errno.EACCES), ("open", errno.EROFS), ("replace", errno.EACCES)])
 def test_a_file_in_a_folder_that_may_not_be_written_is_written(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.html"
     path.write_text(OLD)
 
     def refuse(*_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, how, refuse)
     check_writable(path)

@@ -6,6 +6,7 @@ Guards: torch_private, torch_dispatch, torch_distributed.
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import amp_patch
-from amp_patch import torch_dispatch, torch_private
+from amp_patch import torch_dispatch, torch_distributed, torch_private
 
 PACKAGE = Path(amp_patch.__file__).parent
 PRIVATE = {PACKAGE / f"{name}.py" for name in ("torch_private", "torch_distributed", "torch_dispatch")}
@@ -213,3 +214,14 @@ def test_a_hook_is_removed_wherever_it_is_registered() -> None:
     torch_private.remove_hook(module, hook)
     torch_private.remove_hook(module, hook)
     assert count() == before
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["groups", "one group"])
+def test_unsharded_gradients_are_found_in_every_version(is_old: bool) -> None:
+    gradient = torch.ones(2)
+    parameter = SimpleNamespace(unsharded_accumulated_grad=gradient, _unsharded_param=SimpleNamespace(grad=gradient))
+    group = SimpleNamespace(fsdp_params=[parameter])
+    state = SimpleNamespace(_fsdp_param_group=group) if is_old else SimpleNamespace(_fsdp_param_groups=[group])
+    module = SimpleNamespace(_get_fsdp_state=lambda: state)
+    (found,) = torch_distributed.get_unsharded_gradients(module)
+    assert found is gradient

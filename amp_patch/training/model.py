@@ -230,7 +230,7 @@ class ModelBinding:
         float32_data: dict[int, Tensor],
     ) -> None:
         cast: list[tuple[Tensor, torch.dtype]] = []
-        self._undo.callback(_restore, cast, float32_data, self._masters)
+        self._undo.callback(_restore, cast, dtype, float32_data, self._masters)
         left_alone = _find_declared(model, dtype, self._runs)
         for module in constants:
             left_alone.update(map(id, _own_tensors(module)))
@@ -320,11 +320,18 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _restore(tensors: Sequence[tuple[Tensor, torch.dtype]], float32_data: dict[int, Tensor], masters: Masters) -> None:
-    """Cast tensors and gradients back to their earlier dtypes. Values come from `float32_data`, or from the masters."""
+def _restore(
+    tensors: Sequence[tuple[Tensor, torch.dtype]],
+    cast_dtype: torch.dtype,
+    float32_data: dict[int, Tensor],
+    masters: Masters,
+) -> None:
+    """Cast tensors and gradients back to their earlier dtypes. Each tensor gets its values in `float32_data`, or else
+    in `masters`.
+    """
     for tensor, dtype in tensors:
         master = masters.get(tensor)
-        if tensor.dtype in LOW_DTYPES:  # else the script has cast the tensor back
+        if tensor.dtype in LOW_DTYPES or tensor.dtype is cast_dtype:  # the script may have given it another since
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:

@@ -73,6 +73,9 @@ class RuleRegions:
         with self._lock:
             for model in self._models:
                 if model.root() is root:
+                    if by_name and not model.by_name:  # the script has called it before it passed it to `initialize`
+                        model.rules, model.by_name = rules, True
+                        self._update(model)
                     return model
             model = _Model(weakref.ref(root), rules, by_name)
             self._models.append(model)

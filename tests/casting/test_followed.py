@@ -187,6 +187,7 @@ def test_the_decorator_and_the_registration_check_the_argument(kernels: types.Mo
     for wrong in (
         lambda: amp.match_function("value")(attend),
         lambda: amp.register_match_function(kernels, "attend", "x"),
+        lambda: amp.register_match_function(kernels, "attend", ""),
     ):
         with pytest.raises(OpListError, match="attend has no argument"):
             wrong()

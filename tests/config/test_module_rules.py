@@ -460,6 +460,15 @@ def test_a_rule_by_type_acts_in_a_criterion_that_the_script_calls(write):
         optimizer.step()
 
 
+def test_a_rule_by_name_acts_in_a_model_that_was_called_before_it_was_passed(write):
+    lists = write([f"{{type: {__name__}.Criterion, run: float32}}", "{match: head, run: float32}"])
+    first_model, _ = make("O4", lists)
+    model = Net()
+    assert (first_model(batch()).dtype, model(batch()).dtype) == (torch.float32, LOW)
+    amp.initialize(model, opt_level="O4", lists=lists, verbosity=0)
+    assert model(batch()).dtype is torch.float32
+
+
 @pytest.mark.parametrize(("match", "is_warned_of"), [("0", True), ("1", False), ("**", False)])
 def test_a_rule_for_a_scripted_module_is_warned_of(match, is_warned_of, write):
     """Within a region of what holds it, a scripted module runs as that does."""

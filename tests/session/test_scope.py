@@ -135,7 +135,8 @@ def test_a_disabled_scope_does_nothing_and_ends():
     model, optimizer = make()
     before = describe(model, optimizer)
     loss = torch.ones((), requires_grad=True)
-    with amp.scope(model, optimizer, enabled=False, opt_level="O1"), amp.scale_loss(loss, optimizer) as scaled_loss:
+    optimizers = iter([optimizer])
+    with amp.scope(model, optimizers, enabled=False, opt_level="O1"), amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss
     assert describe(model, optimizer) == before
     with pytest.raises(amp.SessionError, match="has not been called yet"):

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from training import backward, take_step, train
 
 import amp_patch as amp
+from amp_patch.config import make_policy
+from amp_patch.session import current
 
 requires_gru = requires_cpu("the simulated device has no kernel for GRU")
 F16, BF16 = torch.float16, torch.bfloat16
@@ -533,3 +535,12 @@ def test_transformer_layers_keep_their_fast_path():
     model = Trainer(nn.TransformerEncoder(layer, 1))
     amp.initialize(model, opt_level="O5", verbosity=0)
     assert not any(part._forward_pre_hooks for part in model.part["inner"].layers.modules())
+
+
+def test_a_model_in_16_bits_that_was_cast_to_float32_is_cast_back():
+    model = nn.Linear(2, 2).bfloat16()
+    options = {"num_losses": 1, "replace": False, "accept_low": True}
+    current.initialize(make_policy("O0", {}), [model], [], **options)
+    assert model.weight.dtype is torch.float32
+    amp.reset()
+    assert model.weight.dtype is BF16
