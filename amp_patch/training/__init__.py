@@ -8,10 +8,10 @@ two. `step()` does the work of the other two, in the opposite order:
     scaler.step(optimizer)           # optimizer.py: OptimizerBinding._take_or_skip
     scaler.update()                  # scale_updates.py: ScaleUpdates.update
 
-A block multiplies the gradients that it finds by the scale, and backward adds to them. The end of the block divides all
-gradients by the scale, checks the gradients of its optimizers, and moves gradients of 16-bit parameters to their
-masters: it adds them to the masters' gradients, and sets the parameters' to None. A step, taken or skipped, drops the
-gradients of masters, unless another optimizer has yet to step on them. All other gradients stay until `zero_grad`.
+A block multiplies the gradients of parameters by the scale, and backward adds to them. The end of the block divides
+them by the scale, checks the gradients of its optimizers, and moves gradients of 16-bit parameters to their masters: it
+adds them to the masters' gradients, and sets the parameters' to None. A step, taken or skipped, drops the gradients of
+masters, unless another optimizer has yet to step on them. Other gradients stay until `zero_grad`.
 
 A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
 in overflow_flags.py). A flag lasts until a step, or until all gradients of the optimizer are zeroed:
@@ -19,8 +19,8 @@ in overflow_flags.py). A flag lasts until a step, or until all gradients of the 
 | state | meaning | entered when |
 |---|---|---|
 | READY | no block since the last step or `zero_grad` | a step; `zero_grad` outside a block |
-| PENDING | its blocks have checked all gradients, or will at their end | a block begins in READY or ends in UNCHECKED |
-| UNCHECKED | some gradients were checked by no block with it; its next block or step checks them | reason 7 below |
+| PENDING | its blocks check the gradients | a block begins in READY or ends in UNCHECKED |
+| UNCHECKED | some gradients were checked by no block with it | reason 7 below |
 
 A step is skipped if a flag of a dynamic scaler is set. The host reads the flags, or a fused kernel does
 (`OptimizerBinding._decide` chooses). These are all reasons for such a flag, with the functions that set it:

@@ -1,4 +1,4 @@
-"""`Bfloat16States`: keeps the state of an optimizer as bfloat16 between steps, and as float32 inside of them."""
+"""`Bfloat16States`: keeps states of an optimizer as bfloat16 between steps, and as float32 inside of them."""
 
 import weakref
 from collections.abc import Iterable
@@ -21,11 +21,11 @@ _AVERAGES = (
 )
 """Running averages and sums. They are rounded stochastically, because a step may change them by less than half the
 spacing of bfloat16. Half the spacing is at least 2**-9 of a value; with beta2 = 0.999, an average of squares shrinks by
-2**-10 of its value. Rounded to nearest, such an average would stand still.
+at most 0.001 of its value. Rounded to nearest, it would never shrink.
 """
 
 _OTHERS = ("max_exp_avg_sq", "prev", "step_size")
-"""States that a step replaces, or multiplies by a factor that bfloat16 can tell from 1. They are rounded to nearest."""
+"""States that a step replaces, or multiplies by a factor (`step_size` of Rprop). They are rounded to nearest."""
 
 _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
 """The names in both tables, numbered."""
@@ -34,7 +34,7 @@ _NAMES = {name: number for number, name in enumerate((*_AVERAGES, *_OTHERS))}
 # small; and the averaged weights of ASGD, of which the script wants all bits.
 
 _ALIGNMENT = 16
-"""The number of float32 elements in a cache line of a CPU (64 bytes)."""
+"""The number of float32 elements in 64 bytes, the cache line of most CPUs."""
 
 
 class Bfloat16States:
@@ -43,8 +43,8 @@ class Bfloat16States:
     A state is kept as bfloat16 if its name is in one of the tables above, and it is a dense float32 tensor of the shape
     of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32.
 
-    A state is *open* while it is float32, during a step. A step runs in parts (`step_parts`), and each part opens only
-    the states of its own parameters.
+    A state is *open* while it is float32, during a step. A step may run in parts (`step_parts`), and each part opens
+    only the states of its own parameters.
 
     Args:
         optimizer: the optimizer, held by a weak reference.
@@ -60,7 +60,7 @@ class Bfloat16States:
         self._size = 0  # the number of elements of all parameters
         # bfloat16 tensors whose values are in float32 at present, by the parameter's id and the name of the state
         self._kept: dict[tuple[int, str], Tensor] = {}
-        # memory for open states on a CPU; taken only once for a step, because fresh memory costs much time
+        # memory for open states on a CPU; the parts of a step share it, because fresh memory costs much time
         self._memory: Tensor | None = None
         self._is_memory_used = False
 
@@ -77,7 +77,7 @@ class Bfloat16States:
     def _number(self) -> None:
         """Number the elements of all parameters, from the smallest parameter to the largest.
 
-        Parts of a step take parameters in this order, too, so there are few gaps between the states of a part.
+        Parts of a step take parameters in about this order, so there are few gaps between the states of a part.
         """
         self._positions.clear()
         self._size = 0
@@ -118,7 +118,7 @@ class Bfloat16States:
             state[name] = value
 
     def _take_memory(self, sources: list[Tensor]) -> list[Tensor]:
-        """Return float32 tensors in the layouts of other tensors, in memory that all parts of a step use in turn."""
+        """Return float32 tensors in the layouts of `sources`, in memory that all parts of a step use in turn."""
         starts = [0]
         for source in sources:
             starts.append(starts[-1] + source.numel() + -source.numel() % _ALIGNMENT)
@@ -143,7 +143,7 @@ class Bfloat16States:
         self._kept.clear()
 
     def close_all(self) -> None:
-        """Round all float32 states to bfloat16."""
+        """Round the float32 states of all parameters to bfloat16."""
         self._number()
         self.close(self._groups.parameters())
         self.end_step()
@@ -205,7 +205,7 @@ class _Row(NamedTuple):
 
 
 def _can_round(value: Any, parameter: Tensor) -> bool:
-    """Return whether a state is a plain float32 tensor with the shape of its parameter."""
+    """Return whether a state is a plain float32 tensor with the shape of its parameter, and not a single number."""
     if type(value) is not Tensor or value.dtype is not torch.float32 or value.layout is not torch.strided:
         return False
     return value.ndim > 0 and value.shape == parameter.shape and not value.requires_grad

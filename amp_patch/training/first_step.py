@@ -1,4 +1,4 @@
-"""`FirstStepChecks`: at the first step of an optimizer, warns about mistakes that stop or harm training."""
+"""`FirstStepChecks`: warns about mistakes that stop or harm training, at an early step of each optimizer."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,8 +21,8 @@ class FirstStepChecks:
         get_names: returns names of parameters and buffers.
 
     Attributes:
-        is_done: whether the checks were made. They wait for the first step of an optimizer that was passed to
-            `scale_loss`, or for a step with gradients under a dynamic scale that has scaled no loss.
+        is_done: whether the checks were made. They wait for the first step after a `scale_loss` block, or for a step
+            with gradients under a dynamic scale that has scaled no loss.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FirstStepChecks:
             names = self._get_names(changed[:3])
             warn(
                 f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
-                " their values are lost. Keep the module that holds them in float32, with a list such as"
+                " their values may be lost. Keep the module that holds them in float32, with a list such as"
                 " `modules: [{match: NAME, run: float32}]`"
             )
 

@@ -1,5 +1,5 @@
 """Facts about the `step` of an optimizer: whether it can skip on the device, whether it calls its closure first, and
-whether it may be taken in parts.
+whether it may be taken in parts. Also the hooks that run after a step.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from ..torch_private import (
 from .split_masters import has_gradient
 
 _STEPS = frozenset(inspect.unwrap(optimizer.step) for optimizer in (Adam, AdamW, SGD, Adagrad))
-"""The `step` functions of the optimizers of torch that have fused kernels."""
+"""The `step` functions of optimizers of torch with fused kernels."""
 
 _NAMES_OF_SEPARATE = (
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop"),
@@ -29,15 +29,15 @@ _NAMES_OF_SEPARATE = (
 _SEPARATE_STEPS = frozenset(
     inspect.unwrap(getattr(torch.optim, name).step) for name in _NAMES_OF_SEPARATE if hasattr(torch.optim, name)
 )
-"""The `step` functions that update each parameter by its own gradient and state alone."""
+"""The `step` functions of torch that update each parameter by its own gradient and state alone."""
 
 
 class StepHook:
-    """A hook after each step that calls `mark_updated` with the parameters. A step skipped on the device runs it, too.
+    """A hook after each step that calls `mark_updated` with each group's parameters, also after a step that was skipped
+    on the device.
 
     Args:
-        marks_bound: also mark the parameters of optimizers that a session has bound. If False, they are left out:
-            bound optimizers copy their masters themselves.
+        marks_bound: whether to mark the parameters of optimizers that a session has bound, too.
     """
 
     def __init__(self, mark_updated: Callable[[Iterable[Tensor]], None], *, marks_bound: bool = True) -> None:
@@ -51,9 +51,9 @@ class StepHook:
 
 
 class CopyMastersHook(StepHook):
-    """A hook after each step of one optimizer, before other such hooks, that copies its masters to their parameters.
+    """A hook after each step of one optimizer that calls `copy_masters`.
 
-    As a StepHook, it does not keep the optimizer from skipping on the device.
+    It is a StepHook, because these do not keep an optimizer from skipping on the device.
     """
 
     def __init__(self, copy_masters: Callable[[], None]) -> None:
@@ -107,8 +107,8 @@ class DeviceSkip:
     """Knows whether an optimizer can skip a step on the device: whether its kernels read a flag there.
 
     torch's fused optimizers have such kernels, and so have the optimizers of amp_patch.apex with `reads_flag`. If a
-    subclass or a hook adds code around such a step, the answer is no, because that code would run although the step is
-    skipped.
+    subclass or a hook of the script adds code around such a step, the answer is no, because that code would run even if
+    the step is skipped.
 
     Args:
         step: the bound method, as it was before the session replaced it.
@@ -135,8 +135,8 @@ class DeviceSkip:
 
 
 def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
-    """Return whether all momentum buffers exist. If torch's fused SGD skips the step that makes them, it leaves them
-    uninitialized.
+    """Return whether all parameters with a gradient have a momentum buffer. If torch's fused SGD skips the step that
+    makes them, it leaves them uninitialized.
     """
     return all(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is not None

@@ -1,4 +1,4 @@
-"""Replacements of functions of torch that zero, clip or reduce gradients."""
+"""Replacements of functions of torch that zero or clip gradients, and of functions of DistributedDataParallel."""
 
 __role__ = ""  # reports of `insight` do not count ops that run here as ops of amp (see `insight.sites`)
 
@@ -20,7 +20,7 @@ def zero_masters(
 ) -> Callable[..., Any]:
     """Return a `Module.zero_grad` that also drops the gradients of masters, and calls `on_zero_grad(module)`.
 
-    Without this, the next step would use gradients that the script has zeroed, or would be skipped because of them.
+    Without this, the next step would use gradients that the script has zeroed, or could be skipped because of them.
     """
 
     def zero_grad(module: torch.nn.Module, set_to_none: bool = True) -> None:
@@ -41,8 +41,7 @@ def clip_masters(
 ) -> Callable[..., Any]:
     """Return a clipping function that takes the master in place of each parameter that has one.
 
-    The function first calls `prepare` with the parameters. It is `GradientSums.prepare_clipping`, which moves gradients
-    to the masters.
+    The function first calls `prepare` with the parameters, which moves gradients to the masters.
     """
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +51,7 @@ def clip_masters(
         for parameter in clipped:
             master = masters.get(parameter)
             with_masters.append(parameter if master is None else master)
-        open_gradients(with_masters)  # in one launch; torch would read one after another
+        open_gradients(with_masters)  # all together; torch would open one after another
         return original(with_masters, *args, **kwargs)
 
     return clip
@@ -61,7 +60,7 @@ def clip_masters(
 def sync_masters(original: Callable[..., Any], masters: Masters, scale_updates: ScaleUpdates) -> Callable[..., Any]:
     """Return a replacement of the function with which torch's DistributedDataParallel broadcasts a module's parameters.
 
-    It also broadcasts their float32 masters and the loss scales.
+    It also broadcasts their float32 masters and the dynamic loss scales.
     """
 
     def sync_module_states(

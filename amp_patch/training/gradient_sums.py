@@ -1,28 +1,27 @@
 """`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are unscaled whenever no block is open, with two
-exceptions below. So a script can clip, log and accumulate them between blocks.
+A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are usually unscaled while no block is open. So a
+script can clip, log and accumulate them between blocks.
 
-* `begin` multiplies the gradients so far by the scale (exact for powers of two), so that `backward()` can add to them.
-* `end` divides all gradients by the scale, and checks the gradients of the block's optimizers. At levels with masters,
-  `end` moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these
-  optimizers and to the scaler of the block.
+* `begin` multiplies the gradients of parameters by the scale, so that `backward()` can add to them.
+* `end` divides them by the scale, and checks the gradients of the block's optimizers. At levels with masters, `end`
+  moves the gradients of 16-bit parameters to their masters. Then it reports the flag of the block to these optimizers
+  and to the scaler of the block.
 
-Parameters are read from the groups of the optimizers each time. A backward pass may also reach parameters of other
-optimizers (the discriminator of a GAN) or of none: their gradients are divided, too, but are no overflow of the block.
+A backward pass may also reach parameters of other optimizers (the discriminator of a GAN) or of none. Their gradients
+are divided, too, but not checked for the block.
 
-Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. Those of a block with
-`delay_unscale` wait for a block with another scale, the end of a block without it, a step or `zero_grad`. Gradients
-that a parallel wrapper has not reduced yet (`no_sync`) wait for the backward pass that reduces them.
+Two kinds of gradients stay scaled at the end of a block, and are unscaled and checked later. Gradients of a block with
+`delay_unscale` wait for a later event, such as a step. Gradients that a parallel wrapper has not reduced yet
+(`no_sync`) wait for the backward pass that reduces them.
 
-| event | gradients that are checked | flags that are set | scales that are updated |
-|---|---|---|---|
-| a block ends | of its optimizers, and of delayed blocks before it | of these optimizers and the scaler | - |
-| a block with `delay_unscale` ends | none | none | - |
-| `step()` | of delayed blocks; with masters, all; again, if any were zeroed | its own (*) | all with a flag there |
-| `zero_grad()` without a step | of delayed blocks | none of its own (*) | all with a flag there |
-| `step()` inside a block | of its optimizer | its own, and the block's | of blocks that have ended |
-(*) Also the flags of the delayed blocks. A script may save checked gradients, zero them, and put them back.
+| event | gradients that are checked, unless the scale is 1 |
+|---|---|
+| a block ends | of its optimizers, and of delayed blocks before it |
+| a block with `delay_unscale` ends | none |
+| `step()` | of delayed blocks; `OverflowFlags.check_at_step` may check more |
+| `zero_grad()` | of delayed blocks |
+| `step()` inside a block | of its optimizer |
 """
 
 import contextlib
@@ -47,7 +46,7 @@ from .unscaling import change_scale_, drop_gradients, either, have_gradients, mo
 
 
 class GradientSums:
-    """The gradients of a session. All have the same scale, except gradients that are not reduced yet.
+    """The gradients of a session, and the loss scale that they are multiplied by.
 
     Args:
         has_masters: whether parameters may have masters.
@@ -55,7 +54,7 @@ class GradientSums:
         sharded: the modules that `fully_shard` was applied to.
 
     Attributes:
-        all_flags: the overflow flags of the live optimizers.
+        all_flags: the overflow flags of the bound optimizers.
         model_parameters: the parameters of the models, with or without an optimizer.
         local: knows which gradients are not reduced yet, and their scale.
     """
@@ -95,7 +94,7 @@ class GradientSums:
                 flags.state = OptState.PENDING
 
     def begin(self, block: Block) -> None:
-        """Multiply all gradients by the scale of a block.
+        """Multiply the gradients of parameters by the scale of a block. Gradients of masters stay unscaled.
 
         Raises SessionError inside a block of another scale. Also if another thread is in a block or a step, unless both
         have no scale and there are no masters.
@@ -127,8 +126,8 @@ class GradientSums:
     def end(self, block: Block, *, is_delayed: bool) -> None:
         """End a block: divide all gradients by its scale, and report its flag to its optimizers and its scaler.
 
-        A delayed block leaves that to a later event. Waits for the device only if the block has failed under a dynamic
-        scale: then its flag counts only if it is set.
+        A delayed block leaves that to a later event. Does not wait for the device, unless a block has failed under a
+        dynamic scale.
         """
         for reference in tuple(self._open):
             if reference() is block:
@@ -147,7 +146,7 @@ class GradientSums:
                 self._rescale_to(block.scale)  # for the rest of the outer block, which has the same scale
 
     def close(self) -> None:
-        """Unscale all gradients, or drop them if an interrupt left some of them scaled. Open blocks count as ended."""
+        """Unscale all gradients, or drop them if an error left them half unscaled. Open blocks count as ended."""
         self._open.clear()
         if self._change.is_half_done:
             self._drop_all()
@@ -168,7 +167,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale and check gradients before a step: all gradients, or inside a block only the optimizer's."""
+        """Unscale gradients before a step, and check them (see `unscale_all`). Inside a block: only the optimizer's."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -183,7 +182,7 @@ class GradientSums:
             self.unscale_all()
 
     def end_step(self, flags: OverflowFlags) -> None:
-        """End a step. Inside a block, scale the gradients of its optimizer again, for the rest of the backward pass."""
+        """End a step. Inside a block, scale gradients of parameters without a master again, for the next backward."""
         self._stepping = None
         if self._open and self._scale is not None:
             plain, _ = flags.groups.read()
@@ -210,9 +209,9 @@ class GradientSums:
             flags.add_found_inf(block.scaler, found_inf if block.is_spent(flags) else block.found_inf)
 
     def mark_zeroed(self, flags: OverflowFlags) -> None:
-        """Record that the gradients of an optimizer are about to be zeroed without a step.
+        """Record that the gradients of an optimizer are zeroed.
 
-        An overflow in them still lowers the loss scale. If a block has checked them, the next step checks again.
+        An overflow in them still counts for the loss scale. If a block has checked them, the next step checks again.
         """
         if self._waiting:
             self._check_waiting(flags)
@@ -257,8 +256,8 @@ class GradientSums:
             if parameter.grad is not None and not clipped_ids.isdisjoint((id(parameter), id(master))):
                 state = "not in the masters yet" if self._scale is None else "still multiplied by the loss scale"
                 warn(
-                    "gradients are clipped inside a scale_loss block, or after one with delay_unscale, where they are"
-                    f" {state}: clip after the block, and before the step"
+                    "gradients are clipped inside a scale_loss block, or after one with delay_unscale or no_sync(),"
+                    f" where they are {state}: clip after the last block, and before the step"
                 )
                 return
 
@@ -272,7 +271,8 @@ class GradientSums:
     def unscale_all(self) -> None:
         """Unscale all gradients that are reduced. Inside a block, the caller must scale them again.
 
-        Check the gradients of the optimizers of waiting and open blocks, and report the flags of waiting blocks.
+        If they were scaled, check the gradients of the optimizers of waiting and open blocks, and report the flags of
+        waiting blocks.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
@@ -304,7 +304,7 @@ class GradientSums:
             self._report(block, found_infs)
 
     def _replace_lost_block(self) -> Block:
-        """Return a block for all optimizers in place of a block that was garbage-collected before it ended."""
+        """Return a block for all optimizers, in place of a block that never ended."""
         assert self._scaler is not None
         block = Block(self._scaler, self.all_flags)
         block.scale = self._scale
@@ -352,8 +352,8 @@ class GradientSums:
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
         """For an optimizer of none of the blocks, move the gradients of 16-bit parameters to their masters.
 
-        Its next block or step checks these gradients. It also checks if the optimizer holds a parameter that another
-        optimizer holds as well, and that was just checked for that one (`checked`, by id).
+        Mark it as UNCHECKED if there are such gradients, or if one of its parameters was just checked for another
+        optimizer. `checked`: the ids of these parameters.
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)
@@ -364,7 +364,7 @@ class GradientSums:
             _mark_unchecked(flags)
 
     def _move_unscaled(self, all_flags: Iterable[OverflowFlags]) -> None:
-        """Move unscaled gradients of 16-bit parameters to their masters. The next block or step checks them."""
+        """Move unscaled gradients of 16-bit parameters to their masters, and mark their optimizers as UNCHECKED."""
         for flags in all_flags:
             _, pairs = flags.groups.read()
             if have_gradients(pairs):
@@ -437,8 +437,8 @@ class GradientSums:
         plain, pairs = flags.groups.read()
         if pairs:
             raise OptimizerError(
-                "step() with gradients that were never reduced over the ranks: every backward pass since the last step"
-                " ran under no_sync(). Run the last micro-batch outside of no_sync()."
+                "step() with gradients that were never reduced over the ranks: the last backward pass ran under"
+                " no_sync(). Run the last micro-batch outside of no_sync()."
             )
         gradients = [parameter.grad for parameter in plain if id(parameter) in local_ids]
         change_scale_(gradients, self.local.scale, self._scale)
@@ -459,20 +459,20 @@ class GradientSums:
         )
 
     def _drop_all(self) -> None:
-        """Drop all gradients, because an interrupt left them half unscaled."""
+        """Drop all gradients, which are half unscaled."""
         holders = self._all_parameters()
         for flags in self.all_flags:
             holders += flags.groups.parameters()
         drop_gradients(holders)
         self._scale, self._waiting = None, []
         self._change.is_half_done = False
-        warn("an interrupt left gradients half unscaled, so they were dropped: the next step does not use them")
+        warn("an interrupt or an error has left gradients half unscaled, so they were dropped")
 
 
 def _mark_unchecked(flags: OverflowFlags) -> None:
-    """Record that unchecked gradients are about to be moved to the masters of an optimizer.
+    """Record that an optimizer has unchecked gradients.
 
-    Optimizers that share a parameter with it (`partners`) are marked, too, if they have such gradients.
+    An optimizer that shares a parameter with it (`partners`) is marked, too, if it has gradients to move to masters.
     """
     for partner in flags.partners:
         if have_gradients(partner.groups.read()[1]):

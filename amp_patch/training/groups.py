@@ -20,15 +20,15 @@ class Groups:
     Args:
         optimizer: held by a weak reference.
         masters: the masters of the session.
-        use_masters: whether every 16-bit parameter that is not quantized gets a float32 master. If False, only the
-            state of cast parameters is cast.
+        use_masters: whether every 16-bit parameter that is not opaque (`dtypes.is_opaque`) gets a float32 master. If
+            False, only the state of cast parameters is cast.
         on_new_parameters: called when a script has put 16-bit parameters into a group, and they got masters.
 
     Attributes:
-        are_split: whether new masters of bfloat16 parameters are split masters (see `split_masters`).
+        are_split: whether new masters are split masters, where `can_split` allows it (see `split_masters`).
         whole: the parameters of each group while the groups hold only a part of them, else None.
-        placed: each parameter that got a master here, with the master, by the master's id. A pair stays if the script
-            removes its master from the groups.
+        placed: each parameter that was replaced by its master here, with the master, by the master's id. A pair stays
+            if the script removes its master from the groups.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Groups:
         self._masters = masters
         self._optimizer = weakref.ref(optimizer)
         self._inner: list[weakref.ref[Optimizer]] = []  # optimizers inside it, as in SAM and Lookahead
-        # optimizer, parameter and earlier dtype of each state that was cast
+        # optimizer and parameter of each state that was cast, with the dtype to cast it back to
         self._cast_states: list[tuple[weakref.ref[Optimizer], Tensor, torch.dtype]] = []
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -80,7 +80,8 @@ class Groups:
     def read(self) -> tuple[list[Tensor], list[Pair]]:
         """Return the parameters without a master, and the pairs of the others.
 
-        With `use_masters`, a 16-bit parameter that a script has put into a group gets a master first.
+        With `use_masters`, a 16-bit parameter that a script has put into a group gets a master first, unless it is
+        opaque.
         """
         plain: list[Tensor] = []
         pairs: list[Pair] = []
@@ -117,7 +118,7 @@ class Groups:
         `float32_data` has the values of parameters before they were cast, by the parameter's id.
         """
         for index, parameter in enumerate(group["params"]):
-            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):  # quantized weights have no float32 master
+            if parameter.dtype not in LOW_DTYPES or is_opaque(parameter):  # such as a quantized weight
                 continue
             if self.use_masters:
                 master = self._find_master(parameter, float32_data.get(id(parameter)))
@@ -209,7 +210,7 @@ def _move_state(optimizer: Optimizer, key: Tensor, target: Tensor | None) -> Non
 
 
 def _cast_state(optimizer: Optimizer, parameter: Tensor, dtype: torch.dtype) -> None:
-    """Cast the state of a parameter as torch does on loading: all floating tensors except the step count."""
+    """Cast the state of a parameter: all floating tensors except the step count."""
     for name, value in optimizer.state.get(parameter, {}).items():
         # in 16 bits a step count would stop at 256 (bfloat16) or 2048 (float16)
         if isinstance(value, Tensor) and value.is_floating_point() and name != "step":

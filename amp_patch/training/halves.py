@@ -6,7 +6,7 @@ rounded away from zero. So `join(split(x)) == x`, bit for bit, except that a NaN
 own rounding goes half to even, and would lose the direction at a tie.
 
 After an edit of a weight, the low half stays, so the value is off by at most half the spacing of bfloat16. A weight of
-0 with a negative low half can only be an edit. It joins to 0.
+0 with a negative low half was edited. It joins to 0.
 """
 
 import math
@@ -19,7 +19,7 @@ from ..multi_tensor import copy_, group
 from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 _BLOCK_ON_CPU = 2**16
-"""Elements that a kernel takes at once. The temporary tensors of a block fit into the cache of a core."""
+"""The usual limit of elements that a kernel takes at once. Their temporary tensors fit into the cache of a core."""
 
 _BLOCK = 2**24
 """The same on other devices, where each kernel costs a launch."""
@@ -48,8 +48,8 @@ def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[T
 def join(weights: Sequence[Tensor], lows: Sequence[Tensor], room: Tensor | None = None) -> list[Tensor]:
     """Return the float32 values of weights and low halves, in the layout of the low halves.
 
-    The low halves are dense and on one device. `room`: a flat float32 tensor on this device, with as many elements as
-    all low halves. The values become views of it. None: allocate memory; small values share a block of it.
+    The low halves are dense and on one device. `room`: a flat float32 tensor on this device, with at least as many
+    elements as all low halves. The values become views of it. None: allocate memory; small values share a block of it.
     """
     joined: list[Tensor] = []
     start = 0
@@ -102,7 +102,7 @@ def _split_small(values: list[Tensor], weights: list[Tensor], lows: list[Tensor]
 
 
 def _choose_blocks(lows: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of the tensors that kernels take at once: several small ones, or a large one alone."""
+    """Yield the indices of the tensors that kernels take at once: several small ones, or one alone."""
     limit = _BLOCK_ON_CPU if lows[0].is_cpu else _BLOCK
     chosen: list[int] = []
     size = 0

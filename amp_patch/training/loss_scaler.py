@@ -1,7 +1,7 @@
 """`LossScaler`: the factor that a loss is multiplied by, and the rule that changes it after each step.
 
-The state is 0-dim tensors on the device of the loss, so that neither scaling nor updating waits for the device. Reading
-a value back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
+The state is 0-dim tensors on the device of the last loss, so an update does not wait for the device. Reading a value
+back (`loss_scale()`, `state_dict()`) does. The scaler knows no optimizer and no gradients.
 """
 
 import math
@@ -22,7 +22,7 @@ class LossScaler:
 
     By default, a dynamic scale starts at 2**16, halves after a step with a non-finite gradient, and doubles after 2000
     good steps in a row. Its start and each update are clamped to [min_loss_scale, max_loss_scale]. It is updated once
-    per optimizer step (or `zero_grad` without a step), after any number of backward passes, by GradScaler's kernel.
+    for all backward passes before a step (or before a `zero_grad` without a step), by GradScaler's kernel.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
     (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count that starts at `hysteresis`. The scale
@@ -30,8 +30,8 @@ class LossScaler:
 
     Attributes:
         warned_scale: the scale at the last warning that it has fallen; inf before the first warning.
-        scale: 0-dim float32, on the device where it was last used. An update makes a new tensor, so that blocks can
-            keep the scale of their loss.
+        scale: 0-dim float32, on the device where it was last used. Updates do not write into it, because blocks keep
+            the scale of their loss.
         known_scale: the last scale that the host knows.
         found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None if no pass was
             checked since.
@@ -86,7 +86,7 @@ class LossScaler:
         return self.scale
 
     def note_backward(self, gradient: Tensor) -> None:
-        """Record that a scaled loss goes backward. This is a tensor hook on scaled losses, until the first call."""
+        """Record that a scaled loss goes backward. This is a tensor hook on scaled losses."""
         self.awaits_backward = False
 
     def add_found_inf(self, found_inf: Tensor) -> None:
@@ -194,8 +194,8 @@ class LossScaler:
         """Return `{"loss_scale": float, "unskipped": int}`, the entry that Apex writes. Waits for the device.
 
         `unskipped` is the number of good steps since the last overflow or growth; of a static scale, the number of all
-        steps. With a `hysteresis` above 1, the dict also holds `hysteresis_tracker`: the number of overflows left until
-        the scale backs off.
+        steps. A static scale of 1 counts none. With a `hysteresis` above 1, the dict also holds `hysteresis_tracker`:
+        the number of overflows left until the scale backs off.
         """
         scale, good_steps, overflows_left = self._next_state()
         state: dict[str, Any] = {"loss_scale": float(scale.item()), "unskipped": int(good_steps.item())}
@@ -206,7 +206,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `state_dict` or from Apex. A static scale keeps its value.
 
-        Raises KeyError, TypeError or ValueError for anything else.
+        Raises KeyError, TypeError or ValueError if it cannot be read.
         """
         scale = _read_scale(state["loss_scale"])
         unskipped = _read_count("unskipped", state["unskipped"])

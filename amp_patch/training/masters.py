@@ -16,7 +16,7 @@ from ..torch_private import get_version
 from .split_masters import SplitMasters, open_masters
 
 _REGISTRY = ("pairs", "_parameters", "_masters", "_index", "_edits", "_copy_groups", "_buffers", "_split")
-"""The attributes that hold the masters. `Masters._replace_registry` replaces them together."""
+"""The attributes that hold masters and buffers. `Masters._replace_registry` replaces them together."""
 
 Pair = tuple[Tensor, Tensor]
 """A 16-bit parameter and its float32 master, of the same shape."""
@@ -79,8 +79,8 @@ class _Edit(NamedTuple):
     """The float32 values of one master around the edits that a script has made to its parameter.
 
     Attributes:
-        before: the master's values when it was last copied to the parameter.
-        after: the master's values once the edits were copied to it.
+        before: the master's values without the edits.
+        after: its values with the edits.
     """
 
     before: Tensor
@@ -92,7 +92,7 @@ class Masters:
 
     An optimizer step changes masters. Scripts edit masters (SAM, Lookahead) and parameters (weight clipping), too. When
     a master and its parameter are copied, their version counters and addresses are recorded: if these differ later, the
-    script has edited the tensor. If it has edited both, the master wins.
+    tensor counts as edited. If both were edited, the master wins.
 
     If a parameter was edited, its master takes over the elements that differ from the rounded master. An `_Edit` of
     this is kept until the master is next copied to the parameter. It has two uses: an element that the script sets back
@@ -103,9 +103,8 @@ class Masters:
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
-        is_compiled: whether a model was compiled, so that its forward pass calls no `sync`, since the last warning of
-            this.
-        is_paused: whether forward passes call no `sync`, because a step is repeated with copies of weights.
+        is_compiled: whether a model was compiled since the last warning about it. Its forward pass does not call `sync`.
+        is_paused: whether forward passes leave out `sync`, while a step is repeated with copies of weights.
     """
 
     def __init__(self) -> None:
@@ -117,7 +116,8 @@ class Masters:
         self._copy_groups: list[Group] | None = None  # all pairs by device and dtype; None: to be made at the next copy
         # parameters with their float32 gradients from before the cast
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._buffers: dict[int, Pair] = {}  # each buffer that was cast, with its float32 values, by the buffer's id
+        # each buffer that was cast, with its float32 values, by the buffer's id
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._split = SplitMasters()
         self.has_warned_of_copy = False
         self.is_compiled = False
@@ -143,7 +143,7 @@ class Masters:
         return self._split.find_stored()
 
     def clear(self) -> None:
-        """Forget all masters."""
+        """Forget all masters, and the values of all buffers."""
         self._replace_registry(Masters())
 
     def keep_only(self, ids: Collection[int]) -> None:
@@ -173,7 +173,7 @@ class Masters:
         self._buffers[id(buffer)] = buffer, values
 
     def find_changed_buffers(self) -> list[Tensor]:
-        """Return the buffers that have changed since they were cast. Waits for the device, once for each buffer."""
+        """Return the 16-bit buffers that differ from the values that were kept for them. Waits for the device."""
         changed: list[Tensor] = []
         for buffer, _ in self._buffers.values():
             values = self._find_values(buffer)
@@ -262,7 +262,7 @@ class Masters:
                 self._masters.mark_changed(index)
 
     def copy_to_parameters(self, pairs: Collection[Pair] | None = None) -> None:
-        """Copy masters to their parameters, all or only those in `pairs`, in one kernel for each (device, dtype)."""
+        """Copy masters to their parameters, all or only those in `pairs`."""
         if pairs is None or len(pairs) == len(self.pairs):
             self._copy_all()
             self._edits.clear()
@@ -292,7 +292,7 @@ class Masters:
         """Copy edited parameters to their masters. Masters that were edited stay as they are.
 
         Args:
-            warns: warn once if masters were edited, and a compiled model may have run with the old parameters since.
+            warns: warn if masters were edited, and a compiled model may have run with the old parameters since.
             rechecks: see `sync`.
         """
         has_edited_masters = self._copy_edits(both_ways=False, rechecks=rechecks)

@@ -159,9 +159,9 @@ class ModelBinding:
         return register(hook, **options)
 
     def _cast_at_borders(self, model: nn.Module, low: torch.dtype) -> None:
-        """With module rules, cast the inputs of two kinds of modules to the dtype in which they run: modules that run
-        in another dtype than their parents, and modules with weights of their own in the dtype in which they run. Of
-        the second kind, BatchNorm layers without a rule are left out.
+        """With module rules, cast the inputs of two kinds of modules to the dtype in which they run: the modules that
+        `find_borders` returns, and modules with weights of their own in this dtype. Of the second kind, BatchNorm
+        layers without a rule are left out.
         """
         if not self._runs:
             return
@@ -175,8 +175,8 @@ class ModelBinding:
                 self._register(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Without module rules, cast float32 inputs of layers: of `STRICT_LAYERS` always, of others where the script
-        calls them directly. With rules, `_cast_at_borders` has done this.
+        """Without module rules, add hooks that cast inputs of layers: of `STRICT_LAYERS` from any caller, of others if
+        the script calls them directly.
         """
         if self._runs or low not in LOW_DTYPES:
             return
@@ -195,8 +195,8 @@ class ModelBinding:
     def _find_constants(self, model: nn.Module, dtype: torch.dtype) -> set[nn.Module]:
         """Return the modules that hold floating buffers but no weights, such as rotary embeddings.
 
-        Such modules stay in float32: 16 bits would round the frequencies, filters and averages in the buffers. The
-        model itself, BatchNorm layers and modules that a rule covers are left out.
+        Such modules are not cast: 16 bits would round the frequencies, filters and averages in the buffers. The model
+        itself, BatchNorm layers and modules that a rule covers are left out.
         """
         constants: set[nn.Module] = set()
         if dtype not in LOW_DTYPES:
@@ -214,7 +214,7 @@ class ModelBinding:
     ) -> None:
         """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast.
 
-        Their inputs are cast to that dtype, and their outputs to `dtype`, in which the rest of the model runs.
+        Their inputs are cast to that dtype, and their outputs to `dtype`.
         """
         for module in model.modules():
             own_dtype = torch.float32 if module in constants else _opaque_dtype(module)
@@ -259,8 +259,8 @@ def _tensors_to_cast(
 
     These are left out:
 
-    * shards, which FSDP casts when it gathers them
-    * opaque tensors, such as quantized weights, and other tensors of their modules
+    * shards (DTensors)
+    * opaque tensors, such as quantized weights, and the other tensors of their modules
     * tensors of modules that a rule keeps in float32, even if another module holds them too
     * the tensors in `left_alone`, by id
     * if `keep_batchnorm`, tensors of BatchNorm layers that no rule covers

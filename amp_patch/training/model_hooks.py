@@ -83,7 +83,7 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer that accepts only inputs in the dtype of its weights, which were cast to `dtype`.
+    """Forward pre-hook of a layer whose weights were cast to `dtype`, and which takes no float32 inputs then.
 
     It casts the inputs only if a weight of the layer still has this dtype. A script that calls a submodule directly may
     pass float32 inputs.
@@ -128,7 +128,7 @@ class TakeOutsideInput(TakeAnyInput):
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
     """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`).
 
-    If an input is float32 and the first weight of the layer is `low`, it casts all arguments. Inputs are the first
+    If an input is float32 and the first weight of the layer is `low`, it casts its arguments. Inputs are the first
     `count` positional arguments, and the keyword arguments in `_INPUTS`.
     """
     cast = CastInputs(low)
@@ -149,7 +149,7 @@ STRICT_LAYERS = (
     *(nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GroupNorm, nn.RNNBase, nn.RNNCell, nn.LSTMCell, nn.GRUCell),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""Layers that raise an error where input and weights differ in dtype."""
+"""Layers that raise an error for float32 inputs if their weights are in 16 bits."""
 
 WITHOUT_HOOKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Layers that take a slower path in torch if they, or modules that they hold, have hooks."""
@@ -182,11 +182,11 @@ class RegionHooks:
     region while the module runs. Inside `disable_casts`, they cast nothing. Inside a region of the same mode, they do
     not cast the inputs.
 
-    If the parent of the module has the same rule (`is_inside`), the hooks are needed only when the script calls the
-    module directly. Compiled code leaves them out, because each region breaks the graph.
+    If the parent of the module runs in the same way (`is_inside`), the hooks are needed only when the script calls the
+    module directly. Compiled code leaves such hooks out, because each region breaks the graph.
 
-    `enter` is a forward pre-hook. `leave` is a forward hook that torch also calls after an Exception. After a
-    KeyboardInterrupt or SystemExit, torch does not call `leave`: then the switch finds the stale region and closes it.
+    `enter` is a forward pre-hook. `leave` is a forward hook that torch also calls after an Exception. After an
+    interrupt, torch does not call `leave`: then the switch finds the stale region and closes it.
     """
 
     def __init__(self, switch: Switch, mode: Mode, dtype: torch.dtype, *, is_inside: bool) -> None:
@@ -233,7 +233,9 @@ class RegionHooks:
 
 
 class SessionHook:
-    """A hook that serves one model of a live session. A copied or unpickled hook has no target, and does nothing."""
+    """A hook with a target in a session, which it holds weakly. A copied or unpickled hook has none, and does nothing
+    when it is called.
+    """
 
     def __init__(self, target: Any = None) -> None:
         # called like a weak reference: it returns the target, or None
@@ -248,7 +250,7 @@ class SessionHook:
 
 class InvalidateCache(SessionHook):
     """Forward pre-hook and forward hook: invalidate the low copies of weights before and after a forward without
-    gradients. Scripts swap weights for an evaluation, such as averages, in ways that no version counter shows.
+    gradients. For an evaluation, scripts may swap weights in ways that no version counter shows.
     """
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
@@ -262,7 +264,7 @@ class InvalidateCache(SessionHook):
 class SyncMasters(SessionHook):
     """Forward pre-hook: copy edited parameters to their masters, and edited masters to their parameters.
 
-    Warns the first time that a model of the session is copied, because the copy has 16-bit weights and no masters.
+    Warns the first time that a model of the session is deep-copied, because the copy has 16-bit weights and no masters.
     """
 
     def __deepcopy__(self, memo: Any) -> SessionHook:

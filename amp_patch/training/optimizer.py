@@ -52,10 +52,10 @@ class OptimizerBinding:
     Args:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         masters, gradients: shared by all optimizers of the session.
-        use_masters: whether every 16-bit parameter that is not quantized gets a float32 master.
-        split_masters: whether these are split masters, if the optimizer updates each parameter separately.
+        use_masters: whether every 16-bit parameter that is not opaque (`dtypes.is_opaque`) gets a float32 master.
+        split_masters: whether these may be split masters, if the optimizer updates each parameter separately.
         rounding: rounds the state of such an optimizer to bfloat16 after each step. None: it stays as it is.
-        switch: the switch of the session's casts, which are off during a step.
+        switch: the switch of the session's casts.
         cache: the weight cache of the session, or None without one.
         get_names: returns names of parameters, for messages.
         on_new_parameters: called after parameters were added to the optimizer.
@@ -151,7 +151,7 @@ class OptimizerBinding:
         kept = ["masters"] if self._split_masters else []
         kept += [] if self._rounding is None else ["state"]
         say(
-            "amp_patch: %s keeps float32 %s: it is not known to update each parameter separately, as steps in parts do",
+            "amp_patch: %s keeps float32 %s: it is not known to update each parameter by its own gradient alone",
             type(optimizer).__name__,
             " and ".join(kept),
         )
@@ -209,10 +209,7 @@ class OptimizerBinding:
             self._is_bound = True
 
     def copy_masters_to_parameters(self) -> None:
-        """Copy the masters of this optimizer to their parameters.
-
-        New 16-bit parameters get no masters here, so this may be called inside `Groups.without_masters`.
-        """
+        """Copy the masters in the groups to their parameters. Inside `Groups.without_masters`, there are none."""
         pairs = self.groups.pairs()
         if pairs:
             self._masters.copy_to_parameters(pairs)
@@ -222,10 +219,7 @@ class OptimizerBinding:
         return self._get_names(find_nonfinite(self.groups.parameters()))
 
     def _on_parameters_put_in(self) -> None:
-        """Record that a script has put 16-bit parameters into a group.
-
-        Their gradients may be from the block of another optimizer, so the next block or step of this one checks them.
-        """
+        """Record that a script has put 16-bit parameters into a group. Their gradients count as unchecked."""
         self.flags.state = OptState.UNCHECKED
         self._on_new_parameters()
 
@@ -245,7 +239,7 @@ class OptimizerBinding:
             added = group.get("params")
             added = [added] if isinstance(added, Tensor) else added
             known_ids = {id(parameter) for parameter in self.groups.model_parameters()}
-            # torch's own check compares with the contents of the groups, and finds only masters there
+            # torch's own check compares with the contents of the groups, which are masters
             if isinstance(added, (list, tuple)) and any(id(parameter) in known_ids for parameter in added):
                 raise ValueError("some parameters appear in more than one parameter group")
         self._gradients.flush()
@@ -302,7 +296,7 @@ class OptimizerBinding:
             self._states.begin_step()
         optimizer: Any = self.reference()
         found_inf = self._scale_updates.update(self.flags.check_at_step(self._scale_updates.scalers))
-        outcome: Outcome | None = None  # stays None if no loss was scaled: there is no flag then
+        outcome: Outcome | None = None  # stays None without a flag, as at a scale of 1
         decision = StepDecision.TAKE
         if found_inf:
             outcome = Outcome(found_inf)
@@ -326,7 +320,7 @@ class OptimizerBinding:
         return result
 
     def _decide(self, outcome: Outcome) -> StepDecision:
-        """Decide whether to take the step. Waits for the flags if the optimizer cannot skip on the device."""
+        """Decide whether to take the step. May wait for the flags."""
         if not outcome.may_skip:
             return StepDecision.TAKE  # a static scale never skips
         is_unknown = not outcome.is_known() and not waits_for_each()
@@ -410,7 +404,7 @@ class OptimizerBinding:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure in the middle of a step, with casts on and the weights that the step has made so far. Then
-        unscale the gradients. Used only under static scales, where no step is skipped.
+        unscale the gradients.
         """
         with self._switch.region(Mode.BY_LISTS):
             self.copy_masters_to_parameters()
@@ -441,7 +435,9 @@ def _replace_closure(
 
 
 def _find_inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside this one that share a parameter with it, as in SAM and Lookahead."""
+    """Return the optimizers in attributes of this one that share a parameter with it, as in SAM and Lookahead. Leave
+    out optimizers that are bound themselves.
+    """
     own = _ids_of(optimizer)
     inner_optimizers: list[Optimizer] = []
     for inner in vars(optimizer).values():
@@ -461,9 +457,8 @@ def _delete(target: Any, name: str) -> None:
 
 
 def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_attribute: bool) -> None:
-    """Remove the replacement of a method. If an LR scheduler has wrapped the replacement since, leave it.
-
-    Once the binding is undone, the replacement only calls the original.
+    """Remove the replacement of a method. If something, such as an LR scheduler, has wrapped it since, leave it: once
+    the binding is undone, the replacement only calls the original.
     """
     current = vars(target).get(name)
     if not isinstance(current, types.MethodType) or vars(current.__func__).get("_amp_stash") is not binding:
@@ -475,4 +470,4 @@ def _restore(target: Any, binding: OptimizerBinding, name: str, was_instance_att
 
 
 def _masters_exist() -> None:
-    """Do nothing. Apex scripts call this to create masters before they load saved ones; here they exist already."""
+    """Do nothing. Apex scripts call this to create masters before they load saved ones."""

@@ -1,8 +1,8 @@
-"""`OverflowFlags`: decides whether the next step of an optimizer is skipped; `Block`: one `scale_loss` block.
+"""`OverflowFlags`: the flags on which the next step of an optimizer depends; `Block`: one `scale_loss` block.
 
 `found_inf` is a flag as in torch.amp: a 0-dim float32 tensor, 1.0 if a check found inf or NaN, else 0.0. There is one
 for each block (`Block`), one for each pair of an optimizer and a scaler (`OverflowFlags`), and one for each scaler
-(`LossScaler`). A check reports to the block, and the block to its optimizers and its scaler.
+(`LossScaler`). The check of a block reports to the block, and the block to its optimizers and its scaler.
 """
 
 import enum
@@ -19,24 +19,24 @@ from .unscaling import either, unscale_
 
 
 class OptState(enum.Enum):
-    """The state of an optimizer between two steps, like the enum of that name in torch.amp."""
+    """The state of an optimizer between two steps. Blocks of its partners count as its own."""
 
     READY = enum.auto()
-    """It is new, or has stepped, or its gradients were zeroed, and no `scale_loss` block with it has begun since."""
+    """It is new, or has stepped, or its gradients were zeroed outside of its blocks. No block of it has begun since."""
 
     PENDING = enum.auto()
-    """A `scale_loss` block with this optimizer has begun. `found_inf` describes gradients once they are unscaled."""
+    """A `scale_loss` block of this optimizer has begun."""
 
     UNCHECKED = enum.auto()
-    """It has gradients that no block with this optimizer has checked. The next block or step checks them.
+    """It has gradients that no block of this optimizer has checked. Its next block with a loss scale checks them, or
+    its next step if the scale is dynamic.
 
-    They are from a backward pass outside of `scale_loss`, from the block of another optimizer, or from before
-    `initialize`.
+    For example, they are from a backward pass outside of `scale_loss`, or from before `initialize`.
     """
 
 
 class OverflowFlags:
-    """The overflow flags of one optimizer since its last step, like GradScaler's state per optimizer.
+    """The overflow flags of one optimizer since its last step.
 
     Attributes:
         groups: the parameter groups of the optimizer.
@@ -44,7 +44,7 @@ class OverflowFlags:
             `zero_grad`. If the scaler is dynamic and its flag is set, the next step is skipped.
         state: the state of the optimizer between two steps.
         was_zeroed: whether gradients were zeroed after a block had checked them. A script may have saved them, and may
-            put them back (PCGrad and other gradient surgery), so the next step checks the gradients that it finds.
+            put them back (PCGrad and other gradient surgery). Under a dynamic scale, the next step checks again.
         was_passed: whether a `scale_loss` block with this optimizer, or with a partner, was ever entered.
         partners: the flags of the optimizers that share a parameter with this one. An overflow counts for all of them.
     """
@@ -60,8 +60,8 @@ class OverflowFlags:
     def add_found_inf(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Add the flag of a block to the flag of its scaler, on which the next step depends.
 
-        If the flags of a partner already show an overflow in a shared parameter, `mask` has removed it from the flag of
-        the block. So the flags of partners are added, too.
+        If the flags of a partner already show an overflow in a shared parameter, `mask` may have removed it from the
+        flag of the block. So the flags of partners are added, too.
         """
         for partner in self.partners:
             for flag in partner.found_inf.values():
@@ -72,7 +72,7 @@ class OverflowFlags:
         """Return `found_inf`, or 0.0 if a flag of this optimizer is set already.
 
         A sum of gradients that held inf or NaN before the last pass still holds it, so a check cannot tell whether that
-        pass has overflowed. Unmasked, one overflow would lower the scales of all scalers with a pass before the step.
+        pass has overflowed. Unmasked, one overflow could lower the scales of all scalers with a pass before the step.
         """
         for flag in self.found_inf.values():
             found_inf = found_inf * (1.0 - flag.to(found_inf.device))
@@ -91,8 +91,8 @@ class OverflowFlags:
     def check_at_step(self, scalers: Iterable[LossScaler]) -> dict[LossScaler, Tensor]:
         """Return the flags on which the step depends, by scaler.
 
-        If no block has checked some of the present gradients, check them now: the returned flags of all dynamic
-        `scalers` include the result. `found_inf` itself stays as it is.
+        If the state is UNCHECKED, or gradients were zeroed, check the present gradients now: the returned flags of all
+        dynamic `scalers` include the result. `found_inf` itself stays as it is.
         """
         if self.state is not OptState.UNCHECKED and not self.was_zeroed:
             return self.found_inf
@@ -129,11 +129,10 @@ class Block:
         scale: the factor of its loss, 0-dim float32. None means 1.
         affected: the flags of the optimizers whose next step is skipped if the block overflows.
         found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
-        stepped: the flags of the optimizers that have stepped since the block began. Their steps used `found_inf` as it
-            was then.
+        stepped: the flags of its optimizers that have stepped since the block began.
         has_failed: whether the block ended with an exception, or never reached its end. Then perhaps no loss went
             backward in it.
-        thread: the id of the thread that runs the block.
+        thread: the id of the thread that made the block.
     """
 
     def __init__(self, scaler: LossScaler, all_flags: Iterable[OverflowFlags]) -> None:

@@ -19,7 +19,7 @@ _REDUCER_NAMES = {torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16", t
 
 
 class LocalGradients:
-    """Knows which gradients the `DistributedDataParallel` modules of a session have not reduced yet.
+    """Knows which gradients `DistributedDataParallel` modules have not reduced yet.
 
     torch's rule: a module reduces the gradients of a backward pass if its flag `require_backward_grad_sync` was set in
     the forward pass, with gradients enabled. `no_sync` and some training loops clear the flag. A subclass with a rule
@@ -59,7 +59,7 @@ class LocalGradients:
     def end_pass(self, scale: Tensor | None) -> None:
         """Record, after a backward pass, which gradients are not reduced, and the loss scale they are multiplied by.
 
-        A module reduces if its flag was set in any forward pass since the last backward pass.
+        A module reduces if its flag was set in any forward pass since the backward pass before this one.
         """
         self.scale = scale
         self.ids = set()
@@ -109,7 +109,7 @@ class UnshardedSums:
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:
-    """Return whether parameters were cast since the module was made, so that its reducer has the old dtypes."""
+    """Return whether some parameter has a dtype that none had when the module was made: it was cast since."""
     reduced = get_reduced_dtypes(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     dtypes = {_REDUCER_NAMES.get(parameter.dtype, "") for parameter in parameters} - {""}

@@ -1,5 +1,4 @@
-"""`RuleRegions`: opens a region around the forward of each module that a module rule covers, at levels that patch
-functions.
+"""`RuleRegions`: opens regions around the forward of modules that a module rule covers, at levels that patch functions.
 
 Scripts replace, add and wrap modules between calls. So the rules are decided again when a module is called that was not
 in its model before, and when a model is called whose modules have changed.
@@ -50,7 +49,7 @@ class RuleRegions:
         self.used: set[ModuleRule] = set()
         self._used_in_models: set[ModuleRule] = set()  # as `used`, but only by modules of models with `by_name`
         self._is_stale = False  # whether the modules of some model may have changed since its rules were decided
-        self._warned_of: set[ModuleRule] = set()  # rules that cover scripted modules
+        self._warned_of: set[ModuleRule] = set()  # rules for scripted modules
         self._rules = rules
         self._switch = switch
         self._low = low
@@ -66,7 +65,7 @@ class RuleRegions:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def add(self, model: nn.Module) -> None:
-        """Apply the rules in a model, by the names of its modules. A second call does nothing."""
+        """Apply the rules in a model, also by the names of its modules. A second call does nothing."""
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
@@ -258,7 +257,7 @@ class RuleRegions:
         model.decided = weakref.WeakKeyDictionary(decided)
         for module, (run, is_inside) in wanted.items():
             if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
-                # the script has called this module by itself before, so it has hooks; the rule of the whole model wins
+                # it has the hooks of another model, such as itself, but the rule in this model comes later
                 self._unhook_from_all(module)
             if module not in self._hooks:
                 model.hooked[module] = run, is_inside
@@ -372,8 +371,8 @@ def _children_in(root: nn.Module) -> list[object]:
     return contents
 
 
-# These functions keep a list of modules to visit. A nested function that calls itself would be a reference cycle, which
-# keeps the model alive until the next garbage collection.
+# `decide_rules` and `find_borders` keep a list of modules to visit. A nested function that calls itself would be a
+# reference cycle, which keeps the model alive until the next garbage collection.
 
 
 def decide_rules(model: nn.Module, rules: Sequence[ModuleRule]) -> tuple[dict[nn.Module, ModuleRule], set[ModuleRule]]:
@@ -409,9 +408,9 @@ def _takes_hooks(module: nn.Module) -> bool:
 
 
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
-    """Return the entries of `runs` whose module runs differently from the module that calls it.
+    """Return the entries of `runs` whose module runs differently from its parent.
 
-    Containers such as ModuleList are never called. Their parts are called by the module that holds the container.
+    A container such as ModuleList has no forward. The parent of its parts is the module that holds the container.
     """
     borders: dict[nn.Module, str] = {}
     seen: set[tuple[nn.Module, str | None]] = set()

@@ -53,7 +53,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
     def __enter__(self) -> Tensor:
         loss, self._loss = self._loss, None  # the block must not keep the graph of the loss alive
         if loss is None:
-            raise SessionError("this scale_loss block is over: call scale_loss again for every backward pass")
+            raise SessionError("this scale_loss block was used before: call scale_loss again for every backward pass")
         if self._cache is not None and not self._gradients.open_blocks():
             self._cache.leave_to_graphs()
         self._gradients.await_step(self)
@@ -92,7 +92,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn once if the optimizers of the block have gradients, although the scaled loss did not go backward."""
+        """Warn if the optimizers of the block have gradients. No scaled loss of this scaler has gone backward yet."""
         for flags in self.affected:
             if any(map(has_gradient, flags.groups.parameters())):
                 self.scaler.awaits_backward = False

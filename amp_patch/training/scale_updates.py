@@ -2,8 +2,8 @@
 together.
 
 Ranks that hold different gradients (shards, pipeline stages) find different overflows, but must skip the same steps.
-So they reduce the maximum of their flags before each step, as DeepSpeed and Megatron-LM do. DistributedDataParallel
-reduces the gradients, so it needs none of this.
+So they reduce the maximum of their flags before each step. Ranks of DistributedDataParallel hold the same gradients,
+and need none of this.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,11 @@ from .loss_scaler import LossScaler
 from .step_log import is_capturing, stop_if_hopeless, warn_of_small_scale
 
 READ_EVERY = 32
-"""The host reads the scales once dynamic scales were updated so many times outside of steps."""
+"""After so many updates of dynamic scales outside of steps, the host reads the scales."""
 
 
 class ScaleUpdates:
-    """Updates the scalers of a session, a list that is read at each call.
+    """Updates the scalers of a session.
 
     Attributes:
         process_groups: the groups whose ranks decide together. Empty: each process decides alone.
@@ -41,8 +41,8 @@ class ScaleUpdates:
             scaler.is_shared = bool(groups)
 
     def broadcast_scales(self, group: Any, source: int) -> None:
-        """Broadcast the loss scales of rank `source` of a process group to its other ranks. Does not wait for the
-        device.
+        """Broadcast the dynamic loss scales of rank `source` of a process group to its other ranks. Does not wait for
+        the device.
         """
         dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
         states = [scaler.pack_state(torch.device(self._device_type)) for scaler in dynamic]
@@ -80,17 +80,17 @@ class ScaleUpdates:
         return agreed
 
     def update_without_step(self, scalers: Iterable[LossScaler]) -> None:
-        """Update scales after passes that no step follows. Where ranks decide together, the next step does this."""
+        """Update scales without a step. Where ranks decide together, the next step does this."""
         if not self.process_groups:
             for scaler in scalers:
                 scaler.update()
                 self._updates_since_read += scaler.is_dynamic
 
     def warn_of_falling_scales(self) -> None:
-        """Warn about scales that fall although no step was skipped, because the script itself leaves out steps.
+        """Warn about scales that have fallen far in a script that leaves out steps itself.
 
-        Waits for the device after every `READ_EVERY` updates. Raises GradientOverflowError if a scale has fallen so far
-        that it cannot be the cause.
+        Reads the scales, which waits for the device, once in `READ_EVERY` updates. Raises GradientOverflowError if a
+        scale is so small that it cannot be the cause of the overflows.
         """
         if self._updates_since_read < READ_EVERY or is_capturing():
             return
