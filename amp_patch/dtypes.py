@@ -15,7 +15,7 @@ LOW_DTYPES = frozenset({torch.float16, torch.bfloat16})
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """The dtypes of tensors that may be cast, and the dtypes to which they may be cast.
 
-float64, complex, integer, float8 and quantized tensors stay as they are, as under torch.autocast.
+float64, complex, integer, float8 and quantized tensors stay as they are.
 """
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)

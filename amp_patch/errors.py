@@ -1,8 +1,7 @@
 """Most error classes of amp_patch, and suggestions for misspelled words in messages.
 
-Each error is an `AmpError`, and most are also the builtin exception that a caller would catch, such as ValueError.
-`AmpError` itself is a `RuntimeError`, because scripts written for Apex expect that. A message names the given value,
-the allowed values and the remedy, if there are any.
+Most errors are also the builtin exception that a caller would catch, such as ValueError. `AmpError` itself is a
+`RuntimeError`, because scripts written for Apex expect that.
 """
 
 import difflib
@@ -27,8 +26,8 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The most characters of a PolicyError's or OpListError's message, which may quote a file. Of a longer message, this
-number of characters is kept: half at its beginning, half at its end.
+"""Of a longer message of a PolicyError or OpListError, which may quote a file, this number of characters is kept: half
+at its beginning, half at its end.
 """
 
 
@@ -57,7 +56,7 @@ class _Located(Exception):
 
 
 class PolicyError(_Located, AmpError, ValueError):
-    """An opt_level, a preset or an override is unknown, or contradicts another one.
+    """An opt_level, a preset or an override is unknown or unsuited, or contradicts another one.
 
     `path`, `line` and `column` are the location in a presets file; all None if the error is not in a file.
     """
@@ -99,7 +98,7 @@ class BannedOpError(AmpError, NotImplementedError):
 
 
 class GradientOverflowError(AmpError, FloatingPointError):
-    """Gradients were inf or NaN for so many steps in a row that the loss scale cannot be the cause."""
+    """Gradients were inf or NaN so often that the loss scale cannot be the cause."""
 
 
 class NonFiniteError(AmpError, FloatingPointError):
@@ -115,15 +114,15 @@ class NonFiniteError(AmpError, FloatingPointError):
 
 
 class CheckpointError(AmpError, ValueError):
-    """A saved amp state does not fit the session, or cannot be read."""
+    """A saved state, of amp or of an optimizer of `amp_patch.apex`, does not fit or cannot be read."""
 
 
 class RecordError(AmpError, ValueError):
-    """A file is not a recording of `amp_patch.insight`."""
+    """A file is not a recording or contract of `amp_patch.insight`, or not one that the call can use."""
 
 
 class SettingsError(AmpError, ValueError):
-    """An option of `amp-patch doctor` names a rule that does not exist."""
+    """A rule that was named for `amp-patch doctor` does not exist."""
 
 
 class MissingExtraError(AmpError, ModuleNotFoundError):
@@ -150,8 +149,8 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     """Return ` Did you mean 'x'?` with the allowed words that `word` may mean, to append to an error.
 
     Returns an empty string if no allowed word is similar, if `word` itself would be suggested, or if `word` is not
-    text. Case, spaces, hyphens and underscores do not matter. If the module `synonyms` knows an allowed word for
-    `word`, that is suggested, and not a word with a similar spelling.
+    text. Case, and spaces, hyphens and underscores inside it, do not matter. If the module `synonyms` knows an allowed
+    word for `word`, that is suggested, and not a word with a similar spelling.
 
     Args:
         prefix: put before each suggested word.
@@ -219,7 +218,7 @@ def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[
 
 
 def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
-    """Return the name that `difflib.get_close_matches` would put first, or None.
+    """Return the name that is spelled most like a word, or None if the similarity of all is below `cutoff`.
 
     There may be thousands of names, and comparing two words is slow. So an upper bound of the similarity is computed
     for each name, from the letters that it shares with the word. Names are compared in the order of these bounds, the
@@ -241,7 +240,7 @@ def _find_closest(word: str, names: Iterable[str], cutoff: float) -> str | None:
         if bound < best:
             break
         similarity = _compare(name, word)
-        # of equally similar names the last in alphabetical order, as in difflib
+        # of equally similar names, the last in alphabetical order
         if similarity > best or (similarity == best and name > (closest or "")):
             best, closest = similarity, name
     return closest

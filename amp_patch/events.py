@@ -17,10 +17,10 @@ class Watcher:
     """
 
     observes_ops = True
-    """Whether the watcher observes every op. Then ops which torch casts by itself are wrapped, too."""
+    """Whether the watcher observes every op. Then a session of `amp_patch.native` wraps ops that torch casts itself."""
 
     def session_opened(self, session: Any) -> None:
-        """Called when a session has been opened, and when models have joined it."""
+        """Called when a session has been opened, and when models or optimizers have joined it."""
 
     def session_closing(self, session: Any) -> None:
         """Called when a session is about to undo its changes."""
@@ -34,8 +34,8 @@ class Watcher:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """Called when `step` of a bound optimizer begins. Gradients are computed and unscaled. Not called if the
-        optimizer calls a closure in its step, which computes them later.
+        """Called when `step` of a bound optimizer begins. Its gradients are unscaled. Not called if the optimizer calls
+        a closure in its step, which computes them later.
         """
 
     def step_ended(self, optimizer: Any) -> None:
@@ -55,8 +55,8 @@ watchers: list[Watcher] = []
 
 
 class _EventCount:
-    """The number of events so far that watchers were told of. Modules that import `event_count` see later values, as
-    they would not if it were a plain number.
+    """The number of events so far that watchers were told of. It is an attribute, so that modules that import
+    `event_count` see later values.
     """
 
     value = 0
@@ -68,8 +68,7 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager around these calls. It turns casts off, so that the computations of watchers are not
-    cast. For an event at which watchers compute nothing, it may be a `nullcontext`.
+    `region` is a context manager around these calls. It turns casts off, unless watchers compute nothing at this event.
     """
     if watchers:
         event_count.value += 1

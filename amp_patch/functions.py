@@ -1,7 +1,6 @@
 """Public functions that apply rules to the user's own functions, and functions that show the patches.
 
-Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are, and do not decide the
-dtype of others. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
+Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
 other objects are not cast. The body of a generator or a coroutine runs later, without the rule of its function.
 """
 
@@ -77,7 +76,8 @@ def match_function(like: str) -> Callable[[Function], Function]:
     bfloat16 and float32. It raises OpListError if the argument is something else than a tensor, or if it holds integers
     or bools while the floating arguments have several dtypes.
 
-    Raises ArgumentTypeError if `like` is no text, and OpListError if the function has no argument of this name.
+    Raises ArgumentTypeError if `like` is no text. The decorator raises OpListError if the function has no argument of
+    this name.
 
     Examples:
         >>> @amp.match_function("value")

@@ -12,7 +12,7 @@ from .errors import ArgumentTypeError, ArgumentValueError, did_you_mean
 from .torch_private import has_cpu_flag, onednn_takes_bfloat16
 
 CPU_FLAGS = ("avx512_bf16", "amx_tile", "avx_ne_convert", "avx512_fp16", "amx_fp16")
-"""The instructions of x86 CPUs for products of 16-bit values, under the names that torch uses."""
+"""Instructions of x86 CPUs that products of 16-bit values use, under the names that torch uses."""
 
 _BFLOAT16_FLAGS = CPU_FLAGS[:3]  # the others are for float16
 

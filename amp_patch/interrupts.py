@@ -1,7 +1,6 @@
 """Tools for code that must stay correct if an interrupt comes at any moment: `UndoStack`, `Change` and `is_running`.
 
-An interrupt is an exception whose class is not a subclass of Exception: KeyboardInterrupt, SystemExit,
-asyncio.CancelledError.
+An interrupt is an exception whose class is not a subclass of Exception, such as KeyboardInterrupt or SystemExit.
 """
 
 import functools
@@ -41,8 +40,8 @@ class UndoStack:
     def close(self) -> None:
         """Run the callbacks that have not run yet.
 
-        After an Exception the others still run; then the first Exception is raised. An interrupt is raised at once. The
-        next call of `close` starts with the callback that was cut short.
+        After an Exception the others still run; then the first Exception is raised. An interrupt is raised at once, and
+        the next call of `close` starts with the callback that was cut short.
         """
         errors: list[Exception] = []
         while self._callbacks:

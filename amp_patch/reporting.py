@@ -4,8 +4,7 @@ They go to the logger "amp_patch". A handler of this module shows them on stdout
 for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds, only the
 user's handler shows them, so that no line appears twice.
 
-`amp_patch.apex`, the stand-in for Apex, prints messages instead of logging them, as Apex did. So a script for Apex
-shows each line once, whatever logging handlers it adds.
+`amp_patch.apex`, the stand-in for Apex, prints messages instead of logging them, as Apex did.
 """
 
 import logging
@@ -47,7 +46,7 @@ class _StdoutHandler(logging.StreamHandler[Any]):
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Return whether a handler writes to stdout, stderr, or a console of rich."""
+    """Return whether a handler writes to stdout or stderr, also through a console of rich."""
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
     return stream is not None and any(stream is console for console in streams)
@@ -106,7 +105,7 @@ def say(message: str, *args: object) -> None:
 
 
 def say_once(message: str) -> None:
-    """Log or print a line as `say` does, but only the first time that this process calls it with this message."""
+    """Log or print a line as `say` does, but only until this process has shown it once."""
     if message not in _shown_once:
         # while the logger drops messages of this level, the message does not count as shown
         if _is_printing or logger.isEnabledFor(logging.INFO):
@@ -137,7 +136,7 @@ def warn(message: str) -> None:
 
 
 def find_rank() -> int | None:
-    """Return the rank of this process, from its process group or its launcher; None if there is only one process."""
+    """Return the rank of this process, from its process group or its launcher. None if these tell of no other process."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()

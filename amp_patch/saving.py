@@ -50,7 +50,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     The result of a session that keeps optimizer state in another dtype can be loaded, too.
 
     Raises ArgumentTypeError if it is not a mapping, CheckpointError if it does not fit the loss scales or cannot be
-    read, and SessionError before `initialize`. Then nothing is loaded.
+    read, and SessionError before `initialize`. Then the loss scales stay as they are.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)

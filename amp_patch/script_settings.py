@@ -1,5 +1,5 @@
-"""The level and the lists of a command, or of `apex.install`. The level replaces the level that the script passes to
-`amp.initialize`, and the lists are added to the script's.
+"""The level and the lists of a command, or of `apex.install`. The level replaces the script's level, and the lists are
+added to the script's.
 """
 
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
-# arguments of `initialize` that are dropped if the level is replaced, because they override properties of that level;
-# an argument about the loss scale or the outputs is kept
+# arguments of `initialize` that are dropped if the level is replaced, because they may not fit the new level; other
+# arguments, such as the loss scale, are kept
 _OF_LEVELS = frozenset(
     {
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 WIDTH = 100
-"""The width, in characters, into which commands fit their output."""
+"""The width, in characters, into which commands fit their output where they can."""
 
 _GAP = 2  # the number of spaces between the columns of a table
 _EMPTY = ("", "-")  # cells without a text
@@ -74,8 +74,8 @@ class Table:
                 del self._columns[name]
 
     def leave_out(self, names: Sequence[str], width: int) -> list[str]:
-        """Leave out columns, in the order of `names`, until the table can be shortened to `width`. Return the headings
-        of the columns that were left out.
+        """Leave out columns, in the order of `names`, until the table can be shortened to `width`, or no name is left.
+        Return the headings of the columns that were left out.
         """
         out: list[str] = []
         for name in names:
@@ -117,8 +117,8 @@ class Table:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text`, shortened to `width` characters (3 or more) if it is longer: its beginning, "...", and twice as
-    much of its end, where names differ.
+    """Return `text`, shortened to `width` characters (3 or more) if it is longer: its beginning, "...", and about twice
+    as much of its end, where names often differ.
     """
     if len(text) <= width:
         return text
@@ -134,7 +134,7 @@ _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 
 
 def wrap_sentences(text: str, width: int = WIDTH) -> str:
-    """Return a text with its sentences wrapped to `width` characters. Tables, lists, code and long words stay whole.
+    """Return a text with its sentences wrapped to `width` characters. Tables, data, code and long words stay whole.
 
     A sentence stands at the beginning of a line, or after a short label and two spaces. The lines to which it is
     wrapped are indented by two spaces, or aligned with the text after the label. Lines below that are aligned with this

@@ -1,8 +1,8 @@
-"""The private names of torch's dispatcher, modes and autograd with which `insight` observes ops, and of flex_attention.
+"""The private names of torch's dispatcher, modes and autograd, of flex_attention and of GradScaler.
 
-Other packages use some of them, too. As in `torch_private`, a sentence with "would" says what happens if torch drops a
-name. All names exist in torch 2.6.0, and in 2.13.0 to 2.15.0. If one is missing, the import of this module, which
-`initialize` needs, or the first use of the name fails, unless its comment or docstring says otherwise.
+As in `torch_private`, a sentence with "would" says what happens if torch drops a name. Unless a comment or docstring
+says otherwise, all names exist in torch 2.6.0, and in 2.13.0 to 2.15.0, and if one is missing, this import or the first
+use of the name fails.
 """
 
 import operator
@@ -74,8 +74,8 @@ def find_backward(node: Any) -> Callable[..., Any] | None:
 def list_schema_arguments(op: Any) -> list[tuple[str, bool]]:
     """Return the name of each argument of an op of torch.library or torch.ops, and whether it is passed by name only.
 
-    The list is empty for anything else. If torch drops an attribute, it is empty for all ops, and an entry of a list
-    could not name an argument of such an op.
+    The list is empty for anything else, and for an op without a default overload. If torch drops an attribute, it is
+    empty for all ops, and an entry of a list could not name an argument of such an op.
     """
     overload = getattr(op, "_opoverload", None) or getattr(op, "default", None) or op
     arguments = getattr(getattr(overload, "_schema", None), "arguments", ())
@@ -105,7 +105,7 @@ OVERWRITES = frozenset(
 )
 
 
-# These run for every op that is checked. As overloads of aten they are not patched by op lists.
+# Overloads of aten, which op lists cannot patch.
 aminmax = _aten.aminmax.default
 clone = _aten.clone.default
 
@@ -179,10 +179,10 @@ def leave_function_mode(mode: TorchFunctionMode) -> bool:
 
 
 def has_foreign_function_mode() -> bool:
-    """Return whether a function mode is on in this thread, other than the one of `torch.set_default_device`.
+    """Return whether a function mode is on in this thread, other than a mode for the default device.
 
     torch itself always takes the topmost mode off. So no mode may be put above the mode of a `with` block of the user,
-    which may end first. A `torch.device` block finds its own mode.
+    which may end first. Only a `with torch.device` block takes off its own mode.
     """
     modes = [_get_function_mode(index) for index in range(_len_torch_function_stack())]
     return not all(isinstance(mode, DeviceContext) for mode in modes)
@@ -222,10 +222,11 @@ def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.T
 
 
 def read_factors(node: Any) -> Iterator[float]:
-    """Yield the operands that the node of a product or quotient keeps, if they are numbers on the host.
+    """Yield the absolute values of the operands that the node of a product or quotient keeps, if they are on the host
+    and have one element.
 
     Without these names, a loss that a script multiplies by the loss scale itself would pass for an unscaled one. No
-    mode sees the reading.
+    dispatch mode sees the reading.
     """
     for name in ("_saved_other", "_saved_self"):
         try:
@@ -238,7 +239,7 @@ def read_factors(node: Any) -> Iterator[float]:
 
 
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield the name of each node in the graph of a loss, with the dtype of the gradient that it gets, breadth first.
+    """Yield the names of the nodes in the graph of a loss, with the dtypes of their first gradients, breadth first.
 
     Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
     that trains in float16 without a scale.

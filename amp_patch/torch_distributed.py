@@ -1,6 +1,6 @@
 """The private names of torch.distributed that the package uses.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops the private name that the function uses.
+As in `torch_private`, a sentence with "would" says what happens if torch drops a private name.
 """
 
 from typing import Any
@@ -38,8 +38,8 @@ def broadcast_tensors(group: Any, tensors: list[Tensor], bucket_size: int, src: 
 def get_reduced_dtypes(module: Any) -> set[str]:
     """Return the C++ names of the dtypes that the parameters had when a DistributedDataParallel was constructed.
 
-    They show whether the model was cast afterwards, in which case the wrapper reduces no gradients. If torch drops the
-    name, this returns an empty set, and no warning tells the user.
+    They show whether the model was cast afterwards: the wrapper does not reduce gradients of cast parameters. If torch
+    drops the name, this returns an empty set, and nothing tells the user.
     """
     read: Any = getattr(module, "_get_ddp_logging_data", dict)
     return set(filter(None, read().get("dtypes", "").split(", ")))

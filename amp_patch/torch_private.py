@@ -2,8 +2,8 @@
 module may use private names of torch, except `HOT_PATH_ATTRIBUTES`.
 
 Comments and docstrings say what a name is for. A sentence with "would" says what happens if torch drops the name: what
-the package would lose, or what a maintainer could use instead. All names exist in torch 2.6.0, 2.13.0, 2.14.1 and
-2.15.0. If a name is missing, this import or the first use fails, unless its comment or docstring says otherwise.
+the package would lose, or what a maintainer could use instead. Unless a comment or docstring says otherwise, all names
+exist in torch 2.6.0, 2.13.0, 2.14.1 and 2.15.0, and if one is missing, this import or the first use fails.
 """
 
 import functools
@@ -68,8 +68,8 @@ Without it, every use of a weight would make a new copy.
 
 get_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
-# The reference counts of the storage at an address, and of a tensor. They show whether an autograd graph still needs a
-# copy of a weight. Without them, copies would never be refreshed in place, but always replaced.
+# The reference counts of the storage at an address, and of a tensor. They show, for example, whether an autograd graph
+# still needs a copy of a weight. Without them, such copies would never be refreshed in place, but always replaced.
 get_storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -131,7 +131,7 @@ MODULE_CALL: types.CodeType = nn.Module._call_impl.__code__
 def is_replica(module: nn.Module) -> bool:
     """Return whether DataParallel made a module for one call. Such a copy shares the hooks of its original.
 
-    If torch drops the name, this returns False, and each call adds hooks.
+    If torch drops the name, this returns False.
     """
     return bool(getattr(module, "_is_replica", False))
 
@@ -157,7 +157,7 @@ _HOOK_OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
 
 
 def remove_hook(module: nn.Module, hook: Any) -> None:
-    """Remove a hook from every table of a module that holds it.
+    """Remove a hook of a module from the tables in `_HOOK_TABLES`.
 
     It is for a hook without a handle: an interrupt may come before `register_forward_hook` has returned one. Without
     the names of the tables, hooks would stay on a model after an interrupted `initialize`.
@@ -181,7 +181,7 @@ def remove_global_hooks(*removed: Callable[..., Any]) -> None:
 
 
 BatchNormBase = _BatchNorm
-"""The base class of all batch normalization layers. Without it, a tuple of the public classes would miss some."""
+"""The base class of torch's batch normalization layers. Without it, a tuple of the public classes would miss some."""
 
 # The checks of torch.nn.SyncBatchNorm on its input, for the stand-in's class. Without them, it would not check inputs.
 check_sync_batchnorm_dim: Any = nn.SyncBatchNorm._check_input_dim
@@ -199,8 +199,8 @@ def get_first_weight(layer: nn.RNNBase) -> Tensor | None:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 # The hooks around the steps of all optimizers. A fused step that is skipped on the device runs them nevertheless, so if
-# there are any, the host must decide whether to skip. Without these names and `get_step_hooks`, every step under a
-# dynamic scale would wait for the device.
+# a script has added any, the host must decide whether to skip. Without these names and `get_step_hooks`, every step
+# under a dynamic scale would wait for the device.
 GLOBAL_PRE_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_pre_hooks
 GLOBAL_POST_HOOKS: dict[int, Callable[..., Any]] = _global_optimizer_post_hooks
 
@@ -264,8 +264,8 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # which Dynamo wraps once and for all.
 JIT_TRACE = (torch.jit._trace, "_trace_impl")
 
-# The id of the running backward pass, and the function that queues a callback for its end. Without them, users of the
-# stand-in's DistributedDataParallel would have to ask for gradients to be reduced.
+# The id of the backward pass that runs in this thread, -1 if none does; and the function that queues a callback for its
+# end. Without them, users of the stand-in's DistributedDataParallel would have to ask for gradients to be reduced.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -382,7 +382,7 @@ def has_proxies() -> bool:
 
 
 def mark_constant(function: Callable[[], Any]) -> None:
-    """Mark a function as `torch.compiler.assume_constant_result` does, which would import Dynamo."""
+    """Mark a function as `torch.compiler.assume_constant_result` does, but without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -404,7 +404,7 @@ compiled inside a region of amp_patch would also run outside of it.
 """
 
 IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
-"""Dispatch keys for which no op has a kernel. Every version of Dynamo guards the dispatch keys of the thread."""
+"""Dispatch keys for which no op has a kernel. Dynamo guards the dispatch keys of the thread."""
 
 
 def is_autocast_state_guarded(device_type: str) -> bool:
@@ -437,7 +437,7 @@ def set_keys(*are_set: bool) -> None:
 
 
 def get_forced_setting(config: Any, name: str) -> object:
-    """Return the value of a setting of one of torch's config modules, to restore it with `force_setting`."""
+    """Return what `force_setting` overwrites, so that another call of `force_setting` can restore it."""
     value: object = getattr(*_find_setting(config, name))
     return value
 
@@ -470,7 +470,7 @@ def is_called_from_outside() -> bool:
 def find_cast_inputs(function: Any) -> tuple[str, torch.dtype] | None:
     """Return the device type and dtype of the `torch.amp.custom_fwd(cast_inputs=...)` that decorates a function.
 
-    Returns None for a function without this decorator. If torch changes the closure of the decorator, None for all.
+    Returns None for a function without it. If torch changes the closure of the decorator, None for all functions.
     """
     while function is not None:
         code = getattr(function, "__code__", None)

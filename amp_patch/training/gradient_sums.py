@@ -257,7 +257,7 @@ class GradientSums:
                 state = "not in the masters yet" if self._scale is None else "still multiplied by the loss scale"
                 warn(
                     "gradients are clipped inside a scale_loss block, or after one with delay_unscale or no_sync(),"
-                    f" where they are {state}: clip after the last block, and before the step"
+                    f" where they are {state}: clip after the block (of several, the last), and before the step"
                 )
                 return
 

@@ -103,7 +103,7 @@ class Masters:
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
-        is_compiled: whether a model was compiled since the last warning about it. Its forward pass does not call `sync`.
+        is_compiled: whether a model was compiled since the last warning about it. Its forward does not call `sync`.
         is_paused: whether forward passes leave out `sync`, while a step is repeated with copies of weights.
     """
 
