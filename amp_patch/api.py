@@ -436,7 +436,7 @@ def refresh() -> None:
     """Copy masters to parameters, and recast every cached weight before its next use.
 
     Call it after an edit of weights that torch does not track, such as `weight.data.mul_(2)`. At levels with masters,
-    edit the masters instead: `refresh` overwrites such edits of the weights.
+    edit the masters instead: `refresh` may overwrite such edits of the weights.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", verbosity=0)

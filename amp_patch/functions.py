@@ -1,7 +1,8 @@
 """Public functions that apply rules to the user's own functions, and functions that show the patches.
 
-Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are. An argument may be a tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and
-other objects are not cast. The body of a generator or a coroutine runs later, without the rule of its function.
+Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are. An argument may be a
+tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and other objects are not cast. The body
+of a generator or a coroutine runs later, without the rule of its function.
 """
 
 import functools

@@ -136,7 +136,7 @@ def warn(message: str) -> None:
 
 
 def find_rank() -> int | None:
-    """Return the rank of this process, from its process group or its launcher. None if these tell of no other process."""
+    """Return the rank of this process, from its process group or launcher. None if these tell of no other process."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_rank()
