@@ -179,7 +179,7 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     plain: list[SpellingKey] = []
     inplace_by_name: dict[str, list[SpellingKey]] = {}
     for key in dict.fromkeys([*_with_twins(find_known_spellings(op)), *keys]):
-        if is_inplace(key[1]) or is_augmented(key[1]):
+        if is_inplace(key) or is_augmented(key[1]):
             inplace_by_name.setdefault(key[1], []).append(key)
         else:
             plain.append(key)

@@ -201,7 +201,7 @@ def get_op(key: SpellingKey) -> str:
     """
     owner_name, name = key
     candidates = [name]
-    if is_inplace(name):
+    if is_inplace(key):
         candidates = [get_name_of_op(name), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
@@ -219,12 +219,16 @@ def find_known_spellings(op: str) -> dict[SpellingKey, object | None]:
         return {}
 
 
-def is_inplace(name: str) -> bool:
-    """Return whether a function of this name always writes to its first argument, such as `exp_` or `__setitem__`.
+def is_inplace(key: SpellingKey) -> bool:
+    """Return whether a spelling is taken to write to its first argument, by its name: `exp_`, `__setitem__`, and in
+    torch also `varlen_attn_out`.
 
     False for augmented operators such as `__iadd__`, which may return a new tensor.
     """
-    return name == SET_ITEM or name.endswith("_out") or (name.endswith("_") and not name.endswith("__"))
+    owner_name, name = key
+    if name.endswith("_out"):
+        return owner_name.partition(".")[0] == "torch"
+    return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:
