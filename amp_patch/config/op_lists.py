@@ -90,7 +90,7 @@ class OpLists:
         modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
-        neutral: functions that an entry under `neutral` took off their list.
+        neutral: functions that an entry under `neutral` names, and their twins.
         other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
@@ -272,7 +272,7 @@ class Overlay:
         self._is_whole = is_whole
 
     def read_file(self, path: Path, version: Version | None = None, chain: tuple[str, ...] = ()) -> None:
-        """Read the files that a file extends, then the file itself. Do nothing if it was read before.
+        """Read the files that a file extends, then the file itself. Do nothing if it was read before, for that version.
 
         Args:
             version: the version of torch for which entries are read; None for the running one.
