@@ -148,13 +148,13 @@ class LowHalf:
         self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
-        """Return whether the open master counts as edited: it is marked, not recorded, or has a new address or version."""
+        """Return whether the open master counts as edited: it is marked, unrecorded, or has a new address or version."""
         if self.is_marked or self._alias is None:
             return True
         return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has a new address or version since it was recorded. False if it is not recorded."""
+        """Return whether the parameter has a new address or version since it was recorded. False if it was not."""
         if self._parameter_alias is None:
             return False
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
