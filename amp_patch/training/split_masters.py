@@ -148,7 +148,7 @@ class LowHalf:
         self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
-        """Return whether the open master counts as edited: it is marked, unrecorded, or has a new address or version."""
+        """Return whether the open master counts as edited: marked, unrecorded, or with a new address or version."""
         if self.is_marked or self._alias is None:
             return True
         return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
