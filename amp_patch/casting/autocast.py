@@ -24,8 +24,7 @@ class Autocast:
 
     Args:
         device_type: such as "cuda".
-        low: the session casts only in regions of this dtype. None: in regions of any dtype, for a session that only
-            observes.
+        low: the session applies only to regions of this dtype. None: to regions of any dtype.
         torch_lists: the lists of torch.autocast's own rules, or None if there are none for the device type.
     """
 

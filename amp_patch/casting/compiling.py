@@ -4,8 +4,8 @@
   time. So `prime` builds the tables before patches are installed.
 * Dynamo compiles a function again if a patched function of torch changes, but not if a patched Tensor method changes.
   So `forget_compiled_code` drops compiled code whenever patches change.
-* The on-disk cache finds code by its graph, which looks the same with and without casts. So `tag_cache_key` adds a tag
-  to its keys.
+* The on-disk cache finds code by its graph, which may look the same with and without casts. So `tag_cache_key` adds a
+  tag to its keys.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ is_at_work = is_tracing_graph
 """Returns whether Dynamo is tracing in this thread. Also True in a function that Dynamo calls instead of tracing it."""
 
 is_compiling, is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
-"""`is_compiling` returns whether this code is being compiled or exported in any way, `is_dynamo_compiling` whether
-Dynamo traces this very code."""
+"""`is_compiling` returns whether this code is being compiled or exported, `is_dynamo_compiling` whether Dynamo traces
+this very code."""
 
 
 def is_traced() -> bool:
@@ -91,9 +91,9 @@ def tag_cache_key(tag: str, undo: UndoStack) -> None:
 # Code that was compiled inside a region (`mode.Region`) must not run outside it, and code from outside not inside. So
 # Dynamo must guard the mode of the thread: check it before it runs compiled code. It cannot guard our own state, but it
 # guards the autocast state of the thread for every device type. So we store the mode in the autocast state of an idle
-# device type, one that torch still lists, but no longer runs on: its autocast is enabled while a region is open, with a
-# dtype that stands for the mode. Dynamo of torch 2.6 does not guard this state, but guards the dispatch keys of the
-# thread. So in torch 2.6, two dispatch keys that nothing else uses stand for the mode.
+# device type, one that torch still lists, but no longer runs on: its autocast is enabled in a region, with a dtype that
+# stands for the mode (except BY_LISTS). Dynamo of torch 2.6 does not guard the state of idle device types, but guards
+# the dispatch keys of the thread. So in torch 2.6, two dispatch keys that nothing else uses stand for the mode.
 
 _DTYPES_OF_MODES = {"OFF": torch.float64, "LOW": torch.float16, "FLOAT32": torch.float32}
 _KEYS_OF_MODES = {"OFF": (True, False), "LOW": (False, True), "FLOAT32": (True, True)}

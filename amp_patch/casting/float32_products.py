@@ -174,8 +174,9 @@ class Float32Products:
         """Return a function that applies `cast`, if given, to every tensor, converts low tensors to float32, calls
         `original`, and rounds the result.
 
-        If `original` calls products by their patched names, these run unchanged, because the intermediate results of
-        one product must not be rounded. torch.export, for example, calls `original` again by its public name.
+        If `original` calls products by their patched names, these run unchanged in eager code, because the intermediate
+        results of one product must not be rounded. torch.export, for example, calls `original` again by its public
+        name.
         """
         low, to_float32, thread = self.low, self._to_float32, self._thread
 

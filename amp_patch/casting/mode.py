@@ -57,7 +57,7 @@ class Region(contextlib.ContextDecorator):
             region is *stale*: `Switch.close_stale` closes it. None for a region that lasts until `close`.
         pauses_autocast: if the mode is FLOAT32, disable torch.autocast while the region is open, so that torch does not
             cast the arguments of ops that no list names.
-        was_active: whether ops cast their arguments just before the region opens.
+        was_active: False if ops did not cast their arguments just before the region opens.
 
     Attributes:
         autocast_depth: the number of torch.autocast blocks around the region; 0 in a session that casts everywhere.
@@ -316,7 +316,7 @@ class Switch:
         """Close the innermost regions whose calls are over. A Ctrl-C leaves them open, because `torch.nn.Module` then
         calls no forward hook, which would close them.
 
-        If the region has paused torch.autocast, enable it again only in the block in which the region was opened. If
+        If such a region has paused torch.autocast, enable it again only in the block in which the region was opened. If
         the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
         that follows torch.autocast calls this whenever a block begins, so that a new block is not taken for the old.
         """
@@ -364,7 +364,7 @@ code would be lost."""
 
 def _make_mode_name_getter(reference: "weakref.ref[Switch]") -> Callable[[], str]:
     """Return a function that returns the name of the mode in this thread, such as "LOW". It does not keep the switch
-    alive, although Dynamo's compiled code holds it.
+    alive, because Dynamo's compiled code may hold the function for long.
     """
 
     def get_mode_name() -> str:

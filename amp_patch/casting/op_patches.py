@@ -1,7 +1,7 @@
 """Plans the patches that make ops cast their arguments. A patch replaces one attribute, such as `torch.exp`.
 
-`plan_ops` plans a patch for each *spelling* of a listed op (`torch.exp`, `Tensor.exp`, ...), and for each function that
-the user registered. `DeferredOps` patches ops whose package is imported later. The functions at the end make
+`plan_ops` plans the patches of listed ops, one for each *spelling* (`torch.exp`, `Tensor.exp`, ...), and of functions
+that the user registered. `DeferredOps` patches ops whose package is imported later. The functions at the end make
 replacements of torch's functions that run, record or compile ops, such as checkpoints and tracers.
 
 A *region* is a part of a thread's run in which one `Mode` says how patched ops cast. In the mode OFF, no op casts.
@@ -67,7 +67,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
         decided.update((id(spelling.owner), spelling.name) for spelling in oplists.spellings)
         for spelling in casts.autocast.torch_lists.spellings:
             if (id(spelling.owner), spelling.name) not in decided:
-                yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts)
+                yield plan_op(spelling.owner, spelling.name, OpRule.NEUTRAL, casts, "on no list")
 
 
 # (a module whose functions are patched, a second module that holds some of the same functions)
@@ -95,8 +95,8 @@ def with_second_places(planned: Iterable[Patch]) -> Iterator[Patch]:
 def _replace_call(original: Callable[..., Any], patch: Patch) -> OpFunction:
     """Return the replacement of a function that flex_attention calls. It applies the rule of flex_attention's `patch`.
 
-    Scripts call `torch.compile(flex_attention)` at module level, before `initialize`, so their compiled function never
-    runs the patch of flex_attention. But it looks up by name, in each call, the functions that flex_attention calls.
+    Scripts often call `torch.compile(flex_attention)` before `initialize`. The compiled function does not run the patch
+    of flex_attention. But it looks up by name the functions that flex_attention calls.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = ""
     """Return the patch that makes `owner.name` follow a rule.
 
     Args:
-        location: where a list file states the rule; "" if no file does.
+        location: where a list file states the rule, or that none does; "" for the rule of a registration.
         like: the argument that the rule names, as in `Registration`; "" for other rules.
     """
     described = op_lists.RULES[rule].describe(like)
@@ -311,7 +311,7 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are decorated during the session. They cast inputs only during it."""
+    """Return a `custom_fwd` for functions that are decorated during the session. After it, they run as torch's own."""
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:
@@ -370,9 +370,10 @@ def _run_as_forward(original: OpFunction, switch: Switch | ModuleRulesSwitch) ->
 
 
 def check_shapes_only(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `check_input` of recurrent layers that accepts an input in another dtype than the weights.
+    """Return a `check_input` of recurrent layers that, while ops cast, accepts an input in another castable dtype than
+    the weights.
 
-    Such an input is no error, because the patched op casts both later. The shapes are checked as before.
+    Such an input is no error, because a listed op casts both later. The shapes are checked as before.
     """
 
     def check_input(module: torch.nn.RNNBase, input: torch.Tensor, batch_sizes: torch.Tensor | None) -> None:

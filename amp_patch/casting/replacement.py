@@ -1,7 +1,7 @@
-"""`replace` makes the replacement of an op: a plain function that casts the arguments and calls torch's function.
+"""`replace` makes the replacement of an op: a plain function that casts the arguments and calls the original.
 
 An argument whose class has `__torch_function__`, or a TorchFunctionMode, may handle a call itself: an *override*. It
-gets the function that was called, and compares it with a public name (`func is F.linear`) or looks it up in a table.
+gets the function that was called, and may compare it with a public name (`func is F.linear`) or look it up in a table.
 While an op is patched, its public name holds the replacement. So an override must get the replacement, and not torch's
 function. It gets the arguments before they are cast. If it then calls the replacement under
 `torch._C.DisableTorchFunction()`, the replacement casts them. So casts happen after overrides, as in torch.autocast.
@@ -76,7 +76,7 @@ def replace(
                             break
                         expected = value.dtype
                 elif (value.__class__ is list or value.__class__ is tuple) and value and value[0].__class__ is not int:
-                    break  # a list whose first item is an int is a shape or the like, and holds no tensors
+                    break  # a list whose first item is an int is a shape or an index, and holds no tensors to cast
             else:  # there was no `break`, so nothing has to be cast
                 return original(*args, **kwargs)
         function, args, kwargs = prepare(args, kwargs, mode)  # type: ignore[assignment]
@@ -111,7 +111,7 @@ class Replacements:
         return self._made[key][1]
 
     def clear(self) -> None:
-        """Forget all replacements. Those that nothing else holds are freed at once."""
+        """Forget all replacements."""
         self._made.clear()
 
 
@@ -121,8 +121,8 @@ class PublicOp:
     Args:
         name: the name of the op. An operator method such as `__pow__` returns NotImplemented if no override handles the
             call, so that Python tries `__rpow__` of the other operand.
-        original: torch's function. None for a function that is not torch's, and so has no overrides.
-        takes_lists: whether the op takes lists of tensors, which may have overrides, too.
+        original: torch's function. None for a function without overrides, such as the user's own.
+        takes_lists: look for overrides in lists, too. For the names in `_TAKE_LISTS`, this is always done.
 
     Attributes:
         has_overrides: takes the values of all arguments, and returns whether one of them, or a TorchFunctionMode, may
@@ -204,7 +204,7 @@ def find_inplace_position(original: OpFunction) -> int | None:
     return int(names.index("inplace"))
 
 
-# the names of ops that take lists of tensors
+# names of ops that take lists of tensors
 _TAKE_LISTS = frozenset(
     {"einsum", "linalg_multi_dot", "chain_matmul", "lstm", "gru", "rnn_tanh", "rnn_relu", "index_put", "index_put_"}
     | {"__setitem__"}
@@ -226,9 +226,7 @@ _have_no_overrides: Callable[[Sequence[Any]], bool] = functools.partial(operator
 
 
 WITHOUT_OVERRIDES = PublicOp("", None)
-"""The `PublicOp` for functions that are not torch's, and for functions that only a replacement calls: it has called the
-overrides already.
-"""
+"""The `PublicOp` of a function that only a replacement calls: the replacement has called the overrides already."""
 
 
 def _flatten(values: Iterable[Any]) -> Iterator[Any]:

@@ -46,15 +46,15 @@ def is_compressed(tensor: Tensor) -> bool:
 def make_plain_cast(
     dtype: torch.dtype, device_type: str, *, is_for_kernels: bool = False, takes_opaque: bool = False
 ) -> TensorCast:
-    """Return a function that casts tensors of castable dtypes on one type of device to `dtype`, and returns any other
-    tensor as it is.
+    """Return a function that casts tensors of castable dtypes on one type of device to `dtype`, and returns opaque and
+    all other tensors as they are.
 
     A tensor that has that dtype already is returned without a call of torch, because a tracer would record the call.
 
     Args:
         is_for_kernels: the result goes to 16-bit kernels. Tensors that have no such kernels are returned as they are
             (see `is_compressed`).
-        takes_opaque: also cast opaque tensors, by their own methods, as torch.autocast does for ops in the low dtype.
+        takes_opaque: also cast opaque tensors, by their own methods.
     """
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
     checks_layout, strided = is_for_kernels and on_cpu, torch.strided
@@ -207,7 +207,7 @@ def _cast_mapping(
         # such as types.MappingProxyType, which can be filled only when it is made
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     result = copy.copy(value)
-    if not isinstance(value, dict):  # such as UserDict, whose copy shares the dict of its items with the original
+    if not isinstance(value, dict):  # a class with a dict in it, which its copy may share with the original
         for name, inner in vars(result).items():
             if isinstance(inner, MutableMapping):
                 setattr(result, name, copy.copy(inner))

@@ -1,13 +1,14 @@
 """`WeightCache`: 16-bit copies of float32 parameters, so that whitelisted ops do not cast a weight at each use.
 
-A copy is `p.to(low)`, made with gradients enabled. The autograd node of a cast saves no tensor, so the same copy
-carries gradients to the parameter in any number of forward and backward passes.
+A copy is `p.to(low)`, or `p.to(low).float()` for products in float32, made with gradients enabled. The autograd node
+of a cast saves no tensor, so the same copy carries gradients to the parameter in any number of forward and backward
+passes.
 
 A forward pass must never use old weights. So a copy belongs to an *entry*, and is used only while the entry is *valid*:
 
 * Events after which weights may be different invalidate entries: optimizer steps, both ends of an outermost forward
-  without gradients, the exit of `scale_loss`, and `refresh`. Version counters alone do not show every edit, because
-  fused optimizers do not raise them.
+  without gradients, the exit of `scale_loss` (unless delayed), and `refresh`. Version counters alone do not show every
+  edit, because fused optimizers do not raise them.
 * Each use compares the parameter's `Signature` with the one from when the copy was last written. The entry keeps the
   memory of the parameter alive, so that no other tensor can get the same address.
 
@@ -16,12 +17,12 @@ copy. Inside a function transform, such as `torch.func.grad`, a valid copy is us
 
 What happens to a copy whose entry is not valid any more depends on the device:
 
-* On a GPU, launching the kernel of a cast takes longer than running it. So the next use of an invalid copy *refreshes*
-  all invalid copies in place, with one `torch._foreach_copy_` for each device. A copy that a live autograd graph holds
-  must keep its values, and is replaced by a new one.
+* On a GPU, launching the kernel of a cast often takes longer than running it. So the next use of an invalid copy
+  *refreshes* all invalid copies in place, with one `torch._foreach_copy_` for each device. A copy that a live autograd
+  graph holds must keep its values, and is replaced by a new one.
 * On a CPU, invalid copies are dropped, because a new copy is in the CPU's own caches: with refreshed copies, a step of
-  a small transformer took 5 % longer. Valid copies are also dropped when an outermost `scale_loss` block begins. From
-  then on only the graph holds them, so the backward pass frees each after its last use.
+  a small transformer took 5 % longer. Valid copies are also dropped when an outermost `scale_loss` block begins, unless
+  it is delayed. From then on only the graph holds them, so the backward pass can free each after its last use.
 """
 
 import contextlib
@@ -65,11 +66,11 @@ class _Entry:
     """A copy that is refreshed in place.
 
     Attributes:
-        copy: the tensor that ops get. Its grad_fn leads to the parameter.
+        copy: the tensor that ops get. Its grad_fn, if it has one, leads to the parameter.
         alias: a detached alias of the copy; a refresh writes to it.
         source: a detached alias of the parameter. It keeps the parameter's memory alive.
-        identity: the device of the parameter, and its signature without the version. Optimizer steps do not change it.
-            After another change, as by `Tensor.set_`, the graph of the copy would not fit the parameter.
+        identity: the device of the parameter, and its signature without the version. In-place updates of values do not
+            change it. After another change, as by `Tensor.set_`, the graph of the copy may not fit the parameter.
         storage_address: the address of the copy's C++ storage.
         idle_uses: the reference counts of the copy and its storage while no graph holds them.
     """
@@ -89,7 +90,9 @@ class _Entry:
         return get_tensor_uses(self.copy), get_storage_uses(self.storage_address)
 
     def may_be_refreshed(self) -> bool:
-        """Return whether no graph holds the copy, and the copy's graph still fits the parameter (see `identity`)."""
+        """Return whether the parameter may have a copy now, the copy's graph still fits it (see `identity`), and no
+        other graph holds the copy.
+        """
         return (
             self.parameter.dtype is torch.float32
             and _is_cacheable(self.parameter)
@@ -107,7 +110,7 @@ def _identify(parameter: Tensor) -> tuple[object, ...]:
 
 
 def are_refreshed_on(device_type: str) -> bool:
-    """Return whether invalid copies on devices of a type are refreshed in place. Otherwise they are dropped."""
+    """Return whether invalid 16-bit copies on devices of a type are refreshed in place. Otherwise they are dropped."""
     return device_type != "cpu"
 
 
@@ -152,7 +155,7 @@ class WeightCache:
             self.owned[id(parameter)] = parameter
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forget all parameters but these, and free their copies."""
+        """Forget all other parameters, and drop the copies of these others."""
         kept = {id(parameter) for parameter in parameters}
         for key in list(self.owned):
             if key not in kept:
@@ -160,14 +163,14 @@ class WeightCache:
                 self._drop(key)
 
     def disown_all(self) -> None:
-        """Forget every parameter, and free the copies."""
+        """Forget every parameter, and drop the copies."""
         self.owned.clear()
         self._entries.clear()
         self.invalidate_all()
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts a tensor to the low dtype. It returns the tensor's copy if its entry is valid.
-        Otherwise it calls `plain_cast`, and stores the result if the tensor may have an entry.
+        """Return the function that casts a tensor to the low dtype. It returns the copy of a parameter where that is
+        allowed, and makes one if necessary. Otherwise it returns the result of `plain_cast`.
         """
         valid, owned, float32 = self.valid, self.owned, torch.float32
         smallest, uses, is_refreshed = self._smallest, self._uses, self._is_refreshed
@@ -204,7 +207,7 @@ class WeightCache:
         return to_low
 
     def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
-        """Refresh all invalid copies, and return the copy of `tensor`. If it has none, make and store one."""
+        """Return the copy of `tensor`. If it is invalid, refresh all invalid copies first. If it has none, make one."""
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)
@@ -263,7 +266,7 @@ class WeightCache:
 
     def leave_to_graphs(self) -> None:
         """Drop all copies, unless copies are refreshed in place. A dropped copy is held by graphs alone, so a backward
-        pass frees it after its last use.
+        pass can free it after its last use.
         """
         if not self._is_refreshed:
             self.invalidate_all()
@@ -278,10 +281,10 @@ class RegionCache(WeightCache):
     """The copies of a session under `torch.autocast`. Each float32 leaf that requires gradients may have a copy, while
     torch's own cache of weights is enabled.
 
-    An unmodified script may edit weights in ways that change no version counter (`p.data.add_`). torch's cache returns
-    no old copies then, because it is cleared whenever a thread leaves its outermost region, and keeps nothing under
-    `cache_enabled=False`. This cache does the same: a patch of `torch.clear_autocast_cache` drops its copies, too, and
-    each use asks torch whether torch's cache is enabled. The fast paths of ops read `valid` without asking. So `valid`
+    torch's cache is cleared whenever a thread leaves its outermost region, and keeps nothing under
+    `cache_enabled=False`. So does this cache, because a script may edit weights in ways that change no version counter
+    (`p.data.add_`): a patch of `torch.clear_autocast_cache` drops its copies, too, and each use asks torch whether
+    torch's cache is enabled. The fast paths of ops read `valid` without asking. So `valid`
     stays empty here, and copies are in `_copies`.
     """
 
@@ -290,8 +293,8 @@ class RegionCache(WeightCache):
         self._copies: dict[int, ValidEntry] = {}
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
-        """Return the function that casts a tensor to the low dtype. It returns a stored copy that is still up to date,
-        or calls `plain_cast`.
+        """Return the function that casts a tensor to the low dtype. It returns the stored copy of a tensor with the
+        same signature, or calls `plain_cast`.
         """
         copies, float32 = self._copies, torch.float32
 
@@ -327,7 +330,7 @@ class RegionCache(WeightCache):
 
 
 def _is_cacheable(tensor: Tensor) -> bool:
-    """Return whether a float32 tensor may have a copy, and neither a tracer nor a function transform is active."""
+    """Return whether a float32 tensor may have a copy, and no tracer, compiler or function transform is active."""
     if tensor.__class__ not in PLAIN_CLASSES or not tensor.is_leaf or tensor.layout is not strided:
         return False
     return peek_interpreter_stack() is None and not get_tracing_state() and not is_compiling()

@@ -1,6 +1,6 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
-The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. For each call of the op,
+The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. Given a call of the op,
 `prepare` returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call
 with `out=`, nor in a call of a blacklisted op that names a dtype.
 """
@@ -47,7 +47,7 @@ from .weight_cache import ValidEntry, WeightCache
 # Python functions of torch that call products. On the blacklist, the products that they call must run in float32, too.
 _COMPOSED = frozenset({"svd_lowrank", "pca_lowrank", "lobpcg", "linear_cross_entropy", "multi_head_attention_forward"})
 
-# The ops that models call most. Their parameters are (input, weight, bias, ...).
+# Ops of layers with weights. Their parameters are (input, weight, bias, ...).
 _WEIGHTED = frozenset(
     {"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 )
@@ -70,8 +70,8 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-05,
 ) -> Tensor:
-    """F.layer_norm, but without patched code in it. F.layer_norm calls `torch.layer_norm` by its public name, which is
-    patched, too, and would cast the arguments again.
+    """F.layer_norm, but without patched code in it. F.layer_norm calls `torch.layer_norm` by its public name, which
+    may be patched, too.
     """
     return _LAYER_NORM_KERNEL(input, normalized_shape, weight, bias, eps)
 
@@ -84,9 +84,9 @@ class OpCasts:
         low: the 16-bit dtype of whitelisted ops.
         device_type: the only device type whose tensors are cast, such as "cuda".
         cache: the cache of weights in the low dtype, or None to cast weights at each use.
-        in_float32: computes products, or only attention, in float32. None: the kernels of the low dtype compute all.
-        casts_inside: if a list puts a function that is not torch's under a rule, let the ops in its body follow the
-            rule, too.
+        in_float32: computes products, or only attention, in float32. None: products run in kernels of the low dtype.
+        casts_inside: if a function that is not torch's is whitelisted or blacklisted, let the whitelisted and
+            blacklisted ops in its body run in the same dtype.
         autocast: the torch.autocast blocks in which ops cast. None: ops cast everywhere.
     """
 
@@ -191,7 +191,6 @@ class OpCasts:
             prepare = self._cast_to_found(op, find_dtype, in_sequence=rule.takes_sequence)
             general = replace(op, prepare, self.switch, public, None)
         else:
-            # `skip_dtype`: if all tensors of a call have this dtype, `replace` does not call `prepare`
             make_prepare, skip_dtype = {
                 OpRule.WHITELIST: (self._whitelist, self.low),
                 OpRule.BLACKLIST: (self._blacklist, torch.float32),
@@ -219,7 +218,7 @@ class OpCasts:
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights
-        # under torch.autocast, leaves that require gradients go to `to_low`, which may hold copies of them
+        # under torch.autocast, leaves that require gradients go to `to_low`, because it may have copies of them
         may_cache_leaves = self.autocast is not None
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -361,7 +360,7 @@ class OpCasts:
         """Return a faster replacement for whitelisted ops with (input, weight, bias, ...).
 
         The faster replacement looks up weight and bias in the cache itself. It leaves unusual calls to `general`, the
-        replacement that `replace` made. Both give the same results.
+        replacement that `replace` made.
         """
         switch, low = self.switch, self.low
         plain_cast, to_low, get_entry = self._plain_to_low, self.to_low, self._cached_copies.get
@@ -423,7 +422,7 @@ class OpCasts:
             if in_sequence:
                 given, named = args[0] if args else kwargs.get("tensors"), _NO_NAMES
                 if given.__class__ is not list and given.__class__ is not tuple:
-                    return original, args, kwargs  # torch raises an error
+                    return original, args, kwargs  # torch handles a named tuple, and refuses other values
             target = find_dtype(given, named)
             if target is None:
                 return original, args, kwargs
@@ -482,7 +481,7 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:
         if (
             index.__class__ in _VIEW_INDEXES
-            or not isinstance(values, Tensor)  # torch makes a tensor of the same dtype of a number, a list or an array
+            or not isinstance(values, Tensor)  # torch writes a number in the dtype of `tensor`
             or has_torch_function((tensor, values))
             or tensor.dtype is values.dtype
         ):

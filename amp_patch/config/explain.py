@@ -26,8 +26,7 @@ class Ruling:
             write in place, it may differ from the rule of the entry.
         entry: the entry that puts them under a rule; None if no list names them.
         overridden: the entries of earlier files that `entry` overrides, the earliest first. Empty if `package` is set.
-        package: the package, or module of torch, that must be imported before the rule has an effect. None if the
-            functions exist already.
+        package: the package, or module of torch, that must be imported before the rule has an effect, or None.
     """
 
     spellings: tuple[str, ...]
@@ -43,10 +42,10 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The rules that lists have for an op, and entries for it that have no effect on the running torch.
+    """The rules that lists have for an op, and entries for it that have no effect.
 
     Attributes:
-        missing: entries without effect because this torch has no such op.
+        missing: entries without effect because the running torch has no such op.
         other_torch: entries without effect because they are for other versions of torch.
     """
 
@@ -60,11 +59,11 @@ class Explanation:
 class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
-    `op` is a bare name if all spellings of the op differ in this way, else the dotted name of one spelling. For a
-    module rule, `op` is "modules" and the chooser, which says to which modules the rule applies; `left` and `right` are
-    "low" or "float32", or "unlisted" where the rule is missing. If only the order of module rules differs, `op` is
-    "modules", and `left` and `right` are the rules in order. `spellings` is empty for module rules, and for an op that
-    the running torch lacks.
+    `op` is the name of an op (see `get_op`) or of its in-place twin if all spellings of it differ in this way, else the
+    dotted name of one spelling. For a module rule, `op` is "modules" and the chooser, which says to which modules the
+    rule applies; `left` and `right` are "low" or "float32", or "unlisted" where the rule is missing. If only the order
+    of module rules differs, `op` is "modules", and `left` and `right` are the rules in order. `spellings` is empty for
+    module rules, and for an op that the running torch lacks.
     """
 
     op: str
@@ -133,7 +132,9 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first."""
+    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first.
+    `OLDEST_TORCH` and older ones are left out. A change may be empty.
+    """
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
     bounds: set[tuple[int, int]] = set()
@@ -179,7 +180,7 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
     plain: list[SpellingKey] = []
     inplace_by_name: dict[str, list[SpellingKey]] = {}
     for key in dict.fromkeys([*_with_twins(find_known_spellings(op)), *keys]):
-        if is_inplace(key[1]) or is_augmented(key[1]):
+        if is_inplace(key) or is_augmented(key[1]):
             inplace_by_name.setdefault(key[1], []).append(key)
         else:
             plain.append(key)

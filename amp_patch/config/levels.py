@@ -1,4 +1,5 @@
-"""`Level`: the facts of an optimization level, such as its low dtype. Code asks for facts, never for "O1" or "O2".
+"""`Level`: the facts of an optimization level, such as its low dtype. Code that asks for a fact need not know the names
+of levels.
 
 Presets files define levels. `read_levels` reads the shipped file, `lists/presets.yaml`, and needs no torch, so commands
 and the doctor use it. For a session, the module `presets` reads any presets file, and makes a `Policy` of a level.
@@ -37,7 +38,7 @@ class Level:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the level runs in float32. `compare` and `tune` compare other levels with such a level."""
+        """Whether the level runs in float32."""
         return not self.low
 
     @property

@@ -241,7 +241,7 @@ def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Ver
 
 
 def identify(path: Path) -> str:
-    """Return the path with all links resolved. It is the same for all paths of a file."""
+    """Return the path with all links resolved: a path to a link and a path to its file give the same result."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):  # a null byte in the path, for example: reading the file raises the error
@@ -289,8 +289,8 @@ class OpEntry:
         return not is_early and not is_late
 
     def find_warning(self) -> str | None:
-        """Return the text of a warning if no torch that exists and is supported is within the bounds, else None."""
-        # a torch that is newer than the running one by a minor version may exist; by a major version, it does not
+        """Return the text of a warning if the bounds exclude every supported torch that may exist, else None."""
+        # a later minor version than the running torch's may exist; a later major version is taken not to exist
         if self.since and _parse_version(self.since) >= (get_running_torch()[0] + 1, 0, 0):
             return f"there is no torch {self.since}"
         if self.until and _parse_version(self.until) <= OLDEST_TORCH:
@@ -352,7 +352,7 @@ def _read_entry(rule: OpRule, node: Node, path: Path, diagnostics: Diagnostics) 
 
 
 def _explain_like(rule: OpRule, name: str) -> str:
-    """Return the error for an entry without the key `like` under a rule that needs it."""
+    """Return the message for an entry without the key `like` under a rule that needs it."""
     return (
         f"an entry of {rule} needs the key 'like', the argument whose dtype the others take; write"
         f" {{op: {name}, like: value}}"
@@ -386,8 +386,8 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     """Return the name of an op, after checking its form. Whether torch has the op is checked later."""
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
-        # The user has named a kernel, such as aten::mm. As aten.mm, the name has a valid form. Later, `refuse_kernel`
-        # raises an error that says which function to name instead.
+        # The user may have named a kernel, such as aten::mm. As aten.mm, the name has a valid form. Later,
+        # `refuse_kernel` raises an error that says which function to name instead.
         name = name.replace("::", ".")
     if not NAME.fullmatch(name):
         # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`

@@ -2,7 +2,7 @@
 spaces. Invisible characters count, too.
 
 Word processors and chats insert them. YAML reads nearly all of them as ordinary text. So a name or a pattern that
-contains a look-alike matches nothing, although it looks right.
+contains a look-alike usually matches nothing, although it looks right.
 """
 
 import re

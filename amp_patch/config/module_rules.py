@@ -1,6 +1,6 @@
 """Reads module rules. A module rule runs a part of a model in the session's 16-bit dtype (`low`), or in float32.
 
-Inputs are cast to the rule's dtype where they enter the part. At O1 and O4, all whitelisted and blacklisted ops in the
+Inputs are cast to the rule's dtype where they enter the part. At O1 and O4, whitelisted and blacklisted ops in the
 part run in that dtype. At the levels that cast the model, the weights of the part have that dtype.
 
 Rules stand under the key `modules` of list files (docs/lists.md). A rule chooses modules by name or by class, and

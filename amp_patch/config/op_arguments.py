@@ -1,6 +1,6 @@
 """Finds the position of an argument of an op, from its signature, docstring or schema. Calls no op.
 
-A list entry of the rule `match`, such as `{op: attend, like: value}`, names an argument of the op by `like`. All
+A list entry of the rule `match`, such as `{op: attend, like: value}`, names an argument of the op by `like`. The
 tensors of a call are cast to the dtype of this argument.
 """
 

@@ -90,7 +90,7 @@ class OpLists:
         modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
             their files are, and whether or not the packages of their functions are imported.
-        neutral: functions that an entry under `neutral` took off their list.
+        neutral: functions that an entry under `neutral` names, and their twins.
         other_torch: entries whose bounds exclude the torch that the lists are read for, by default the running one.
         is_whole: a file says `extends: null`, so the lists do not build on others.
     """
@@ -196,8 +196,10 @@ def _has_same_owner(spelling: Spelling) -> bool:
     """
     if spelling.owner_name in NAMESPACES:
         return True
-    owners = find_spellings(spelling.entry.op, may_be_missing=True)
-    return owners.get((spelling.owner_name, spelling.name), "missing") is spelling.owner
+    # by the name of the owner, because the in-place twins of the op are not among its spellings
+    found = find_spellings(spelling.entry.op, may_be_missing=True)
+    owners = {owner_name: owner for (owner_name, _), owner in found.items()}
+    return owners.get(spelling.owner_name, "missing") is spelling.owner
 
 
 _cache: dict[object, _CachedLists] = {}  # in the order of their last use, the latest one at the end
@@ -270,7 +272,7 @@ class Overlay:
         self._is_whole = is_whole
 
     def read_file(self, path: Path, version: Version | None = None, chain: tuple[str, ...] = ()) -> None:
-        """Read the files that a file extends, then the file itself. Do nothing if it was read before.
+        """Read the files that a file extends, then the file itself. Do nothing if it was read before, for that version.
 
         Args:
             version: the version of torch for which entries are read; None for the running one.
@@ -386,7 +388,7 @@ class Overlay:
         deferred: list[Spelling] = []
         neutral: list[Spelling] = []
         for spelling in spellings.values():
-            spelling = replace(spelling, rule=_find_rule(spelling.name, spelling.entry.rule))
+            spelling = replace(spelling, rule=_find_rule(spelling))
             if spelling.rule is OpRule.NEUTRAL:
                 neutral.append(spelling)
             elif spelling.owner is None:
@@ -469,21 +471,18 @@ class Overlay:
         self._diagnostics.warn(text, entry.path, entry.line, entry.column)
 
 
-def _find_rule(name: str, rule: OpRule) -> OpRule:
-    """Return the rule that the function `name` follows if its entry is under `rule`.
-
-    It is MATCH_SELF instead of `rule` if the function writes to its first argument, and `rule` does not cover such
-    functions: the write to a cast copy of the argument would be lost. Augmented operators may write (`x **= 2`).
+def _find_rule(spelling: Spelling) -> OpRule:
+    """Return the rule that a function follows. It is MATCH_SELF instead of the rule of the entry if the function writes
+    to its first argument, and that rule does not cover such functions: the write to a cast copy would be lost.
     """
-    writes = is_inplace(name) or is_augmented(name)
-    if writes and not rule.covers_writes:
-        return OpRule.MATCH_SELF
-    return rule
+    rule, key = spelling.entry.rule, (spelling.owner_name, spelling.name)
+    may_write = is_inplace(key) or is_augmented(spelling.name)
+    return OpRule.MATCH_SELF if may_write and not rule.covers_writes else rule
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:
-    """Return the op whose in-place twin a spelling may be: ("torch", "exp") for ("torch", "exp_")."""
-    return key[0], get_name_of_op(key[1])
+    """Return the op whose in-place twin a spelling is: ("torch", "exp") for ("torch", "exp_"). Return others as is."""
+    return (key[0], get_name_of_op(key[1])) if is_inplace(key) else key
 
 
 def _error_of(entry: OpEntry, problem: str) -> OpListError:

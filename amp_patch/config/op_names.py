@@ -50,7 +50,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
         op: a name as in a list file, such as "exp", "torch.fft.rfft" or "F.softmax".
         may_be_missing: return an empty dict, and raise no error, if torch or an imported package lacks the op.
 
-    Raises OpListError, without a location, if no rule can apply to the name, or if the op is missing and may not be.
+    Raises OpListError, without a location, if the op is missing and may not be. A name to which no rule can apply also
+    raises it, except some with `may_be_missing`.
     """
     first, dot, rest = op.partition(".")
     refuse_kernel(op)
@@ -124,7 +125,7 @@ _KERNEL = re.compile(r"(?:torch\.ops\.)?(aten|prims|torch\._C)(?:\.|::)(?:_nn\.)
 def refuse_kernel(op: str) -> None:
     """Raise OpListError for the name of a kernel, such as `aten::mm`. It suggests the function that runs it, if known.
 
-    Recordings and profilers name kernels, so users copy these names into lists.
+    Recordings and profilers name kernels, and users may copy these names into lists.
     """
     kernel = _KERNEL.fullmatch(op)
     if kernel is None:
@@ -201,7 +202,7 @@ def get_op(key: SpellingKey) -> str:
     """
     owner_name, name = key
     candidates = [name]
-    if is_inplace(name):
+    if is_inplace(key):
         candidates = [get_name_of_op(name), name]
     for candidate in candidates:
         op = get_names(candidate)[0]
@@ -219,12 +220,16 @@ def find_known_spellings(op: str) -> dict[SpellingKey, object | None]:
         return {}
 
 
-def is_inplace(name: str) -> bool:
-    """Return whether a function of this name always writes to its first argument, such as `exp_` or `__setitem__`.
+def is_inplace(key: SpellingKey) -> bool:
+    """Return whether a spelling is taken to write to its first argument, by its name: `exp_`, `__setitem__`, and in
+    torch also `varlen_attn_out`.
 
     False for augmented operators such as `__iadd__`, which may return a new tensor.
     """
-    return name == SET_ITEM or name.endswith("_out") or (name.endswith("_") and not name.endswith("__"))
+    owner_name, name = key
+    if name.endswith("_out"):
+        return owner_name.partition(".")[0] == "torch"
+    return name == SET_ITEM or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_augmented(name: str) -> bool:
@@ -286,7 +291,7 @@ def _find_owner(op: str, path: list[str], name: str) -> object | None:
         # the running script may define the function in a later line
         if isinstance(owner, types.ModuleType) and (_imports_names_lazily(owner) or path == ["__main__"]):
             return None
-        raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, dir(owner))}")
+        raise OpListError(f"{'.'.join(path)!r} has no {name!r}.{did_you_mean(name, vars(owner))}")
     is_stdlib = (getattr(value, "__module__", None) or "").partition(".")[0] in sys.stdlib_module_names
     if isinstance(value, (type, types.ModuleType)) or not callable(value) or is_stdlib:
         raise OpListError(
@@ -310,7 +315,7 @@ def _follow_path(op: str, path: list[str]) -> object | None:
         if value is None and isinstance(owner, types.ModuleType):
             return None  # a submodule that is not imported, or a name that the package imports at its first use
         if value is None:
-            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, dir(owner))}")
+            raise OpListError(f"{'.'.join(path)!r} has no {part!r}.{did_you_mean(part, vars(owner))}")
         if _get_module_name(value).partition(".")[0] != path[0]:
             problem = f"{op!r} leads through {part!r}, which is not a module or class of {path[0]!r}"
             raise OpListError(f"{problem}; name the function where it is defined")

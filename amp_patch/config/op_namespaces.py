@@ -34,8 +34,9 @@ RNN_OPS = frozenset(f"{name}{cell}" for name in ("lstm", "gru", "rnn_tanh", "rnn
 SET_ITEM = "__setitem__"
 """The operator of `x[index] = values`. torch runs it by `index_put_` or `copy_` in C++, so patches of these miss it."""
 
-# Aliases: names of the same op. An entry for one of them applies to all. Two names are aliases if they compute the same
-# function of the same arguments. Order and defaults of the arguments may differ, because a rule looks at dtypes only.
+# Aliases: names of the same op. An entry for one of these bare names applies to all. Two names are aliases if they
+# compute the same function of the same arguments. Order and defaults of the arguments may differ, because a rule looks
+# at dtypes only.
 # Not aliases, on purpose: float_power (always float64), fmod (rounds differently from remainder), equal (returns one
 # bool for a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and
 # var_mean (another function).
@@ -65,7 +66,7 @@ ALIAS_GROUPS = (
     "le less_equal __le__",
     # numpy's names for trigonometry
     *(f"a{name} arc{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tanh", "tan2")),
-    # other second names that torch documents as such
+    # other second names
     "abs absolute __abs__",
     "neg negative __neg__",
     "clamp clip",
@@ -110,8 +111,7 @@ _ACCESSORS = (
 ACCESSORS = frozenset(name for row in _ACCESSORS for name in row.split())
 
 
-# Functions that create tensors from shapes, numbers or data. Their dtype is an argument or
-# the dtype of the data, so nothing is cast.
+# Functions that create tensors from shapes, numbers or data. An argument, the data or a default decides their dtype.
 _FACTORIES = (
     "arange as_tensor asarray bartlett_window blackman_window empty empty_permuted empty_strided eye from_file",
     "from_numpy frombuffer full hamming_window hann_window kaiser_window linspace logspace ones rand randint randn",
@@ -124,7 +124,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)  # written in Pytho
 
 
 def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | None:
-    """Return why an attribute of torch is not an op, such as "a class", or None if it is an op.
+    """Return why an attribute of torch is not an op, such as "a class", or None if it counts as one.
 
     Args:
         value: the attribute; also a replacement of torch's function, which amp_patch or another package has installed.

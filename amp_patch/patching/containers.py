@@ -1,8 +1,9 @@
 """`ContainerSearch`: finds the functions that are patched, in nested lists, tuples, sets and dicts, to put their
 replacements there. Also finds objects that hold such a function where it cannot be replaced.
 
-Tensor classes with a `__torch_function__` keep the functions that they handle in a dict or a set. torch passes them the
-function that was called. While the function is patched, that is the replacement, so the container must hold it, too.
+Tensor classes with a `__torch_function__` often keep the functions that they handle in a dict or a set. torch passes
+them the function that was called. While the function is patched, that is the replacement, so the container must hold
+it, too.
 """
 
 import gc
@@ -71,7 +72,9 @@ class ContainerSearch:
                 self._search(entry.value, entry.holder, entry.key)
 
     def find_unreplaced(self) -> list[str]:
-        """Return the values that hold a function where it cannot be replaced, each as `prefix.name (its class)`."""
+        """Return the values that still hold a function, each as `prefix.name (its class)`. Call it after the exchanges
+        were written.
+        """
         if not self._holds_any:
             return []
         searched = set(self._exchanges.visited)
@@ -114,7 +117,7 @@ class ContainerSearch:
                 self._search(member, container, index)
 
     def _replace_immutable(self, container: Any, holder: Any, key: Any) -> None:
-        """If a tuple or frozenset holds functions, exchange it for a copy that holds their replacements."""
+        """If a tuple or frozenset holds functions, add its exchange for a copy that holds their replacements."""
         copy, function = self._copy_with_replacements(container)
         if function is None or holder is None:
             return

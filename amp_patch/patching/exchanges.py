@@ -49,7 +49,7 @@ class ExchangeList:
     def append_keys(self, table: dict[Any, Any]) -> None:
         """Add an exchange for each key of a dict that is a function.
 
-        Tensor classes with a `__torch_function__` keep their handlers in such dicts, by function.
+        Tensor classes with a `__torch_function__` often keep their handlers in such dicts, by function.
         """
         for key in list(dict.keys(table)):
             if id(key) in self.wanted:

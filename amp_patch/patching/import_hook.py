@@ -63,7 +63,7 @@ def _hook(name: str) -> None:
 
 
 def _notify_watches(name: str, _: types.ModuleType) -> None:
-    """The hook of a module: notify all watches that it was imported. wrapt drops the hook after the call."""
+    """The hook of a module: notify all watches that it was imported. wrapt calls a hook once."""
     with _lock:
         _hooked.discard(name)
     for watch in list(_watches):

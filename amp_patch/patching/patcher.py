@@ -1,4 +1,4 @@
-"""`Patcher`: replaces functions, and restores every one of them as it was.
+"""`Patcher`: replaces functions, and restores them.
 
 It knows nothing about tensors and dtypes. A replacement is a plain function that is made from the original.
 `functools.update_wrapper` gives it the original's name and docstring, and the attribute `__wrapped__`, by which wrapt
@@ -7,8 +7,8 @@ and others find the original.
 `install` replaces the attributes that define a function, such as `torch.exp`. `redirect` replaces references to the
 function in other slots. Both record an `Exchange` for each slot in one list, and `undo` reverts them in reverse order.
 
-`cover` puts a second function, a *cover*, around each replacement: `torch.exp` then holds the cover, which observes the
-call and calls the replacement. `uncover` removes the covers.
+`cover` puts a second function, a *cover*, around replacements: `torch.exp` then holds the cover, which calls the
+replacement. `uncover` removes the covers.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ CoverFactory = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | Non
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replaces `owner.name` by `factory(original)`. If there is a `note`, the docstring ends with it."""
+    """Replaces `owner.name` by `factory(original)`. If there is a `note`, its docstring ends with the note."""
 
     owner: Any
     name: str
@@ -53,8 +53,7 @@ class Exchange:
         before: the value that `undo` writes. ABSENT if `undo` deletes the attribute, because its owner inherited it or
             provided it by `__getattr__`.
         after: the value that replaces it: a replacement, or a container that holds replacements.
-        original: the function that is replaced, or the container of functions. In a patch, it may be a static or class
-            method.
+        original: the function that is replaced, or the container of functions. It may be a static or class method.
         is_patch: whether `install` made the exchange, and not `redirect`.
     """
 
@@ -135,11 +134,11 @@ class Patcher:
             raise
 
     def undo(self) -> None:
-        """Restore everything. A second call does nothing.
+        """Restore the originals. A second call does nothing.
 
         If other code has wrapped a replacement with wrapt, its wrapper stays, and calls the original from now on. A
         wrapper of any other kind, or around a static or class method, stays too, and still calls the replacement. A
-        warning names it, unless it is a plain function without `__wrapped__`. So before `undo`, the caller must make
+        warning names the attribute if the wrapper has `__wrapped__`. So before `undo`, the caller must make
         replacements call their originals without casts.
         """
         self.uncover()
@@ -182,7 +181,8 @@ class Patcher:
                 exchange.slot.write(value)
 
     def cover(self, make: CoverFactory) -> None:
-        """Put a cover on each replacement that is a plain function, in all its slots.
+        """Put covers on replacements that are plain functions, in the attributes and other slots that hold them. A
+        tuple that holds a replacement is left alone.
 
         `make(owner, name, replacement)` returns the cover, which must call the replacement, or None for no cover. After
         any exception, all covers are removed.
@@ -249,7 +249,7 @@ class Patcher:
 
 
 def _revert(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if a wrapper of other code stays in the slot, and still calls the replacement."""
+    """Undo one exchange. Return False if a wrapper of other code is found in the slot, and stays there."""
     value = exchange.slot.read()
     if value is exchange.after:
         exchange.slot.write(exchange.before)
@@ -261,7 +261,7 @@ def _revert(exchange: Exchange) -> bool:
         return True
     if isinstance(exchange.after, (staticmethod, classmethod)):
         return False  # wrapt unwraps functions only, and would leave the one inside of our method
-    # other code has wrapped our replacement: take it out from below, if the wrapper is one of wrapt's
+    # if other code has wrapped our replacement by wrapt, take the replacement out of the wrapper
     try:
         wrapt.unwrap_object(exchange.slot.owner(), exchange.slot.key, exchange.after, missing_ok=True)
     except (wrapt.WrapperNotOutermostError, wrapt.WrapperChainTooDeepError):

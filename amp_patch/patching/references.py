@@ -37,7 +37,7 @@ def redirect(
         functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` restores references
             to these functions.
 
-    Returns the objects that hold a function where it cannot be replaced, such as "mylib.ACTIVATIONS (deque)".
+    Returns the objects found that hold a function where it cannot be replaced, such as "mylib.ACTIVATIONS (deque)".
     """
     models = list(models)
     replacements: dict[int, Callable[..., Any]] = {}

@@ -1,11 +1,11 @@
-"""`Search`: finds references to functions in models and in the imported modules, without running their code.
+"""`Search`: finds references to functions in models and in the imported modules. It runs no property and no
+`__getattr__` of the objects that it searches.
 
 In imported modules, it searches:
 - globals, class attributes, and the default arguments of functions and methods that are defined there;
 - layers in globals and class attributes;
-- dicts (values and keys), lists, tuples and sets in globals and class attributes, also nested ones.
-In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers. Published
-packages hold functions in each of these positions; `tests/patching/test_references.py` names such a package for each.
+- dicts (values and keys), lists, tuples and sets in globals and class attributes, also nested ones, a few levels deep.
+In a model, it searches the attributes of each module, and the classes of its modules, parameters and buffers.
 
 It skips torch (except `FUNCTION_TABLES`), this package, the standard library, and packages that torch and this package
 need. It also skips a package of several modules if none of them has one of these as a global: a function that is
@@ -45,7 +45,7 @@ _SKIPPED_TYPES = frozenset(
 """Types whose values need no search: they hold no function, or are searched elsewhere, as modules are."""
 
 _REPORTED_TYPES = frozenset({functools.partial, tuple, list, dict})
-"""Types that may hold a function where it cannot be replaced. Attributes of layers that have one are reported."""
+"""Types of attributes of layers. If such an attribute holds a function that cannot be replaced, it is reported."""
 
 _name_of: Callable[[type], str] = vars(type)["__name__"].__get__
 
@@ -77,7 +77,9 @@ class Search:
         self._containers.run()
 
     def find_unreplaced(self) -> list[str]:
-        """Return the objects in which `run` has found a function that cannot be replaced, as `module.name (class)`."""
+        """Return the objects that still hold one of the functions, as `module.name (class)`. Call it after the
+        exchanges of `result` were written.
+        """
         return self._containers.find_unreplaced()
 
     # ---- modules -----------------------------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class Search:
     def search_modules(self) -> None:
         """Search the imported modules."""
         modules_of: dict[str, list[tuple[str, types.ModuleType]]] = {}  # by package, each with its name
-        # A package that can reach one of the functions has one of these objects as a global: the function,
+        # A package that refers to one of the functions usually has one of these objects as a global: the function,
         # torch.Tensor, or a module of a package that defines the function (added below).
         access_ids = {*self._wanted, id(Tensor)}
         for name, module in list(sys.modules.items()):
@@ -104,7 +106,7 @@ class Search:
             for name, module in modules:
                 self._search_module(name, module, package)
         # A local variable may hold a partial of a function of the script, such as the loss
-        # `functools.partial(criterion, weight=...)`. The garbage collector knows all partials.
+        # `functools.partial(criterion, weight=...)`. The garbage collector knows the partials.
         if self._defining_packages != {"torch"}:
             for value in gc.get_objects():
                 self.result.append_partial(value)
@@ -150,7 +152,7 @@ class Search:
             self._unsearched.append(Unsearched(prefix, name, value, holder, name))
 
     def _search_table(self, table: dict[Any, Any], prefix: str, name: str) -> None:
-        """Search the keys and the values of a dict. Collect containers among the values for `ContainerSearch`."""
+        """Search the keys and the values of a dict. Collect other values for `ContainerSearch`."""
         if not self.result.is_first_visit(table):
             return
         self.result.append_keys(table)

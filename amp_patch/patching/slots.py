@@ -7,6 +7,7 @@ So no property, descriptor, `__getattr__` or metaclass of the program runs.
 import functools
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -121,6 +122,9 @@ class Entry(Slot):
 
     def _write_key(self, value: Any) -> None:
         """Replace the key, and keep the order of the dict."""
+        if issubclass(type(self._container), OrderedDict):
+            self._write_ordered_key(value)
+            return
         items = [(value if key is self.key else key, item) for key, item in dict.items(self._container)]
         self.key = value
         dict.update(self._container, items)  # add the new key first: another thread may look it up already
@@ -129,6 +133,17 @@ class Entry(Slot):
             dict.clear(self._container)
         finally:  # fill it even if an interrupt comes
             dict.update(self._container, items)
+
+    def _write_ordered_key(self, value: Any) -> None:
+        """Replace the key of an OrderedDict, which keeps its order in a list that the accessors of dict do not know."""
+        container, before = self._container, self.key
+        keys = list(OrderedDict.keys(container))
+        later_keys = keys[[key is before for key in keys].index(True) + 1 :]
+        OrderedDict.__setitem__(container, value, dict.__getitem__(container, before))
+        self.key = value
+        OrderedDict.__delitem__(container, before)
+        for key in later_keys:
+            OrderedDict.move_to_end(container, key)
 
 
 class _Access(NamedTuple):

@@ -5,8 +5,8 @@ A master is the float32 copy of a parameter on which the optimizer steps. While 
 (see `halves`). So an edit of the parameter is an edit of the master (see `LowHalf`).
 
 A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
-ordinary `torch.nn.Parameter`, until it is written to its parameter, as after a step, while no script holds its values.
-It is the same object all the time, so groups, optimizer states and scripts may hold it.
+ordinary `torch.nn.Parameter`. It is closed again when it is written to its parameter, as after a step, unless something
+holds its values. It is the same object all the time, so groups, optimizer states and scripts may hold it.
 
 Without a loss scale, a closed master may take the 16-bit gradient of its parameter as it is. This becomes float32 when
 Python code reads it, when another gradient is added to it, or when the master is opened.
@@ -47,7 +47,7 @@ _WITHOUT_VALUES = frozenset(
         torch.is_complex,
     }
 )
-"""The functions that need no values of a master, so a closed master stays closed when one is called."""
+"""Functions that need no values of a master, so a closed master stays closed when one is called."""
 
 _GRADIENT: Any = Tensor.grad
 _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
@@ -56,8 +56,8 @@ _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 class ClosedMaster(nn.Parameter):
     """A split master without float32 values: each element is NaN, for code in C++ that does not ask Python.
 
-    Python code that needs the values opens it, and torch goes on with the open master. Its metadata and `grad` can be
-    used while it is closed.
+    Python code that needs the values opens it, and torch goes on with the open master. Its shape, dtype, device and
+    `grad` can be used while it is closed.
 
     Attributes:
         low_half: the low half, from which its values are made together with the parameter.
@@ -99,12 +99,12 @@ class LowHalf:
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
-        gradient: the gradient of the closed master if it is not in float32 yet, else None. Its layout is that of `low`.
+        gradient: the gradient of the closed master if it is not in float32 yet, else None. It has the layout of `low`.
         written: a copy of the parameter from when the master was last written, or None.
-        has_edits: whether the parameter differs from `written`, as far as `sync` has seen.
+        has_edits: whether `sync` has seen an edit, so that the parameter may differ from `written`.
         closed_data: the data of the closed master: NaN, without memory for each element.
-        is_private: whether a step has opened the master, so that nobody else can hold its values.
-        is_marked: whether the open master counts as edited, whatever its version counter says: a step has opened it, an
+        is_private: whether a step has opened the master for the optimizer alone, so that nobody else holds its values.
+        is_marked: whether the open master counts as edited, whatever its version counter says. For example, an
             optimizer has changed it (fused optimizers raise no version counter), or it is being written.
     """
 
@@ -148,13 +148,13 @@ class LowHalf:
         self.written = self._parameter_alias = None
 
     def is_master_edited(self, master: Tensor) -> bool:
-        """Return whether the open master has changed since it was recorded, or counts as edited (`is_marked`)."""
+        """Return whether the open master counts as edited: marked, unrecorded, or with a new address or version."""
         if self.is_marked or self._alias is None:
             return True
         return master.data_ptr() != self._alias.data_ptr() or get_version(master) != self._version
 
     def is_parameter_edited(self) -> bool:
-        """Return whether the parameter has changed since it was recorded. False if nothing is recorded."""
+        """Return whether the parameter has a new address or version since it was recorded. False if it was not."""
         if self._parameter_alias is None:
             return False
         has_moved = self.parameter.data_ptr() != self._parameter_alias.data_ptr()
@@ -341,8 +341,8 @@ class SplitMasters:
     def open_for_step(self, masters: Sequence[Tensor]) -> None:
         """Open masters whose values nobody but an optimizer uses before they are written.
 
-        On a CPU, they take the memory of those that were open before them in the step, because fresh memory costs as
-        much time as the kernels.
+        On a CPU, they take the memory of those that were open before them in the step, if it is large enough, because
+        fresh memory costs as much time as the kernels.
         """
         open_gradients(masters)  # first, so that their 16-bit gradients are gone before the memory is taken
         size = 0
@@ -364,9 +364,9 @@ class SplitMasters:
     def write(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Write open masters to their parameters and low halves, and close them.
 
-        A master stays open while the script holds its values, such as `master.data` or an entry of a state dict. It
-        also stays open if the script has cast the parameter, which then is no upper half. After a step, `end_step`
-        makes the copies of parameters (`LowHalf.written`), when the gradients are gone.
+        A master stays open while a script or a graph holds its values, such as `master.data` or an entry of a state
+        dict. It also stays open if the script has cast the parameter, which then is no upper half. After a step,
+        `end_step` makes the copies of parameters (`LowHalf.written`), when the gradients are gone.
 
         Args:
             parameters: write only their masters; None for all.
@@ -459,7 +459,7 @@ def _take_over(master: Tensor, half: LowHalf) -> None:
 
 
 def _close_unused(opened: Sequence[tuple[Tensor, LowHalf]]) -> None:
-    """Close masters, except those whose values the script holds, and those whose parameter it has cast.
+    """Close masters, except those whose values something else holds, and those whose parameter the script has cast.
 
     Record the state of the masters that stay open.
     """

@@ -19,7 +19,7 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 CHECK_EVERY = 100
-"""At a static loss scale of 1, no block checks gradients. The gradients of every 100th step are checked instead."""
+"""At a static loss scale of 1, no block checks gradients. They are checked after each 100 steps, until a warning."""
 
 WARN_AGAIN = 2.0**-24
 """After a warning that the scale has fallen, the next warning comes once the scale is smaller by this factor."""
@@ -114,10 +114,10 @@ class StepLog:
         return self._taken, self._skipped
 
     def add(self, outcome: Outcome | None) -> None:
-        """Record a step, and report all steps whose flags are known by now.
+        """Record a step, and report the steps, in order, whose flags are known by now.
 
-        `outcome` is None if no block has checked gradients for the step, so that it was taken. Gradients of every
-        `CHECK_EVERY`th step of this kind are checked here, which waits for the device, until a warning. Raises
+        `outcome` is None if no block has checked gradients for the step, so that it was taken. After every
+        `CHECK_EVERY` taken steps, the gradients of such a step are checked here, which waits for the device. Raises
         GradientOverflowError after so many skips in a row, or if a scale has fallen so far, that a smaller scale would
         not help.
         """
@@ -229,7 +229,9 @@ def warn_of_small_scale(scaler: LossScaler) -> None:
 
 
 def stop_if_hopeless(scalers: Iterable[LossScaler]) -> None:
-    """Raise GradientOverflowError if a dynamic scale has fallen by a factor of 2**100 (`LossScaler.is_hopeless`)."""
+    """Raise GradientOverflowError if a dynamic scale has fallen so far that a smaller one does not help
+    (`LossScaler.is_hopeless`).
+    """
     for scaler in scalers:
         if scaler.is_hopeless:
             raise GradientOverflowError(

@@ -20,7 +20,7 @@ _PART = 2**24
 """The same on other devices, where each kernel costs a launch."""
 
 _STATES = 3
-"""The largest number of states that an optimizer of torch keeps for each element."""
+"""The largest number of states that an optimizer which steps in parts keeps for each element."""
 
 _Part = list[list[Tensor]]
 """Parameters of a part, for each group of the optimizer."""
@@ -45,8 +45,8 @@ def step_in_parts(
         has_states: whether states are opened, too.
         begin_part: called with the parameters that have a gradient, and with `is_private`, which is True if no code of
             the script runs in the step.
-        end_part: drops the gradients of masters. Called after the step of each of several parts, with its parameters
-            that have a gradient.
+        end_part: drops the gradients of masters. If there are several parts, it is called after the step of each, with
+            the parameters of `begin_part`.
     """
     whole = [group["params"] for group in optimizer.param_groups]
     is_private = not has_foreign_hooks(optimizer)

@@ -79,7 +79,7 @@ class StochasticRounding:
         `positions`: the position of the first element of each tensor. The further elements follow it, and no two
         elements may have the same position in a step.
 
-        Does not wait for the device.
+        Does not wait for the device, unless its table of random numbers has to grow.
         """
         self._round_blocks(values, rounded, positions, is_random=True)
 

@@ -29,8 +29,8 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     """Divide `gradients` by `scale`, and set `found_inf` (None: no check) to 1.0 if an element is inf or NaN. Reads and
     writes each gradient once.
 
-    Gradients may be of any floating or complex dtype, dense or sparse (COO), on any devices. `scale` and `found_inf`
-    are 0-dim float32. Does not wait for the device.
+    Gradients may be of any floating (16 bits or more) or complex dtype, dense or sparse (COO), on any devices. `scale`
+    and `found_inf` are 0-dim float32. Waits for a device only to copy them between it and a CPU.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -50,14 +50,14 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` (0-dim float32), so that a backward pass of a loss scaled by it may add to them.
 
-    Does not wait for the device.
+    Waits for a device only to copy `scale` between it and a CPU.
     """
     for values in _group_values(gradients):
         foreach_mul_(values, scale.to(values[0].device))
 
 
 def change_scale_(gradients: Iterable[Tensor | None], before: Tensor | None, after: Tensor | None) -> None:
-    """Change the loss scale that gradients are multiplied by (0-dim; None: 1). Does not wait for the device."""
+    """Change the loss scale that gradients are multiplied by (0-dim; None: 1). Waits as `rescale_` does."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or before is after:
         return
@@ -84,7 +84,7 @@ def either(left: Tensor | None, right: Tensor) -> Tensor:
 def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose gradients hold inf or NaN.
 
-    Waits for the device once, and if there may be such a parameter, once more for each gradient.
+    Waits for the device; if there may be such a parameter, once more for each gradient.
     """
     with_values: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
@@ -164,7 +164,7 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
         pairs: each parameter with its master.
         found_inf: 0-dim float32, set to 1.0 if an element of a gradient is inf or NaN. None, or no scale: do not check.
 
-    Does not wait for the device.
+    Waits as `unscale_` does.
     """
     unmoved = [pair for pair in pairs if pair[0].grad is not None]
     sizes = [master.numel() for _, master in unmoved]

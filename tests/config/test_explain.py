@@ -228,7 +228,7 @@ def check_comparison(left: OpLists, right: OpLists) -> None:
             assert pair == (told[name].left, told[name].right)
         elif pair[0] != pair[1]:
             owner_name, _, short = name.rpartition(".")
-            assert is_inplace(short) or is_augmented(short)
+            assert is_inplace((owner_name, short)) or is_augmented(short)
             assert get_op((owner_name, short)) in {get_op(tuple(spelling.rsplit(".", 1))) for spelling in told}  # type: ignore[arg-type]
     assert (differences == ()) is (left.digest == right.digest)
     assert {(d.spellings, d.right, d.left) for d in compare(right, left)} == {

@@ -395,6 +395,21 @@ def test_a_package_that_is_imported_in_between_is_seen(
     assert load_oplists(path).spellings[0].owner is again
 
 
+@pytest.mark.parametrize("name", shipped_names())
+def test_a_shipped_list_is_read_once(name: str) -> None:
+    assert load_oplists(name, may_be_overlay=True) is load_oplists(name, may_be_overlay=True)
+
+
+def test_only_functions_of_torch_write_in_place_by_the_suffix_out(write: Write, package: types.ModuleType) -> None:
+    package.project_out = lambda x, weight: x @ weight  # type: ignore[attr-defined]
+    package.project_out.__module__ = "somelib.ops"
+    varlen = "{op: torch.nn.attention.varlen.varlen_attn, optional: true}"
+    lists = load_oplists(write(f"whitelist: [somelib.ops.project_out, {varlen}]"))
+    rules = {spelling.name: spelling.rule for spelling in (*lists.spellings, *lists.deferred)}
+    assert rules.pop("varlen_attn_out", "match_self") == "match_self"  # not in each torch
+    assert rules.pop("project_out") == "whitelist"
+
+
 def test_what_is_defined_again_is_seen_without_any_import(write: Write, package: types.ModuleType) -> None:
     """Modules are reloaded, and cells of notebooks run again."""
 

@@ -299,9 +299,14 @@ def test_no_code_of_the_program_is_run(import_program, lists):
         del sys.modules["lazy_x"], sys.modules["no_module_x"]
 
 
-def test_keys_of_tables_follow_in_their_order_and_come_back(import_program, lists):
+@pytest.mark.parametrize("kind", ["dict", "OrderedDict"])
+def test_keys_of_tables_follow_in_their_order_and_come_back(kind, import_program, lists):
     """`__torch_function__` is given what the public name holds, and looks it up: in tensordict, and in torch itself."""
-    source = "HANDLERS = {'a': 1, F.gelu: 'mine', 'b': 2}\ngelu = F.gelu"
+    source = f"""
+        from collections import OrderedDict
+        HANDLERS = {kind}({{'a': 1, F.gelu: 'mine', 'b': 2}})
+        gelu = F.gelu
+    """
     module = import_program(source)
     original, table = module.gelu, module.HANDLERS
     _session = open_session(lists)
