@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import api as amp
+from ..dtypes import LOW_DTYPES
 from ..errors import ArgumentTypeError
 
 Log = Callable[[str, float, int], object]
@@ -81,8 +82,8 @@ class Tracker:
 def _norm_of(gradient: Tensor) -> Tensor:
     """Return the L2 norm of a gradient, 0-dim float32. Waits for the device if the gradient is sparse."""
     if gradient.layout is torch.sparse_coo:
-        gradient = gradient.coalesce().values()  # torch has no norm of a sparse tensor
-    dtype = None if gradient.is_complex() else torch.float32  # torch gives the norm of a complex tensor a real dtype
+        gradient = gradient.coalesce().values()  # `vector_norm` takes no sparse tensor
+    dtype = torch.float32 if gradient.dtype in LOW_DTYPES else None  # a norm in 16 bits may overflow
     norm = torch.linalg.vector_norm(gradient, dtype=dtype).float()
     # the norm of a DTensor is a DTensor, too: full_tensor() reduces it over the ranks
     full_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

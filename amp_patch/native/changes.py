@@ -33,7 +33,7 @@ class Kind(Enum):
     NOTHING = "regions run as without amp_patch"
     LISTS = "lists replace torch's rules for the ops that they name"
     LEVEL = "the lists and the dtype of a level replace those of torch.autocast"
-    DISABLED = "autocast is disabled, so regions run in float32"
+    DISABLED = "autocast is disabled"
 
 
 class Changes:
@@ -77,6 +77,10 @@ class Changes:
         """Raise UnsuitedLevelError for a level that casts models, such as O2: a region of torch.autocast cannot."""
         if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
+
+    def apply_to(self, device_type: str, session: NativeSession) -> bool:
+        """Return whether regions on a type of device are changed. Casts are changed on one type: the session's."""
+        return self.kind is Kind.DISABLED or device_type == session.device_type
 
     def adapt(self, region: Any, session: NativeSession) -> None:
         """Change a region that is about to be entered, or warn that the lists do not apply to its dtype.

@@ -177,7 +177,12 @@ class Float32Script(events.Watcher):
     def _undo_widening(self) -> None:
         """Cast tensors that were widened in place back to 16 bits, because the caller may use them after the run."""
         for tensor, dtype in self._widened:
+            gradient = tensor.grad if tensor.is_leaf else None
+            if gradient is not None:
+                tensor.grad = None  # torch refuses a gradient of another dtype
             tensor.data = tensor.data.to(dtype)
+            if gradient is not None:
+                tensor.grad = gradient.to(dtype)
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -297,6 +302,8 @@ class Float32Script(events.Watcher):
     def _widen_module(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of all modules: widen weights that nothing has widened yet."""
         self._enter_mode()
+        if self._local.is_paused:
+            return
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype in LOW_DTYPES:
                 self._mode_actions += 1

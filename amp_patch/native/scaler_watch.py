@@ -276,18 +276,19 @@ class ScalerWatch:
             self._reads.end()
             if use is not None:
                 self._check_gradients(scaler, use, optimizer)
-            if scaler.is_enabled() and not has_own_amp():
+            is_scaling = scaler.is_enabled()
+            if is_scaling and not has_own_amp():
                 self._region_watch.check_scaled_step()
             self._has_optimizer_stepped = False
             backwards_before = 0 if use is None else use.backwards
-            self._running_scaler_steps += 1
+            self._running_scaler_steps += is_scaling  # a disabled GradScaler calls the step and does nothing else
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
                 self._explain(error, scaler, optimizer, "closure" if "closure" in kwargs else "step")
                 raise
             finally:
-                self._running_scaler_steps -= 1
+                self._running_scaler_steps -= is_scaling
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
                 if use.backwards > backwards_before:  # in a closure: torch refuses it by name, but not by position
@@ -441,16 +442,16 @@ class ScalerWatch:
             return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
         if call == "closure":
             return Misuse(Kind.CLOSURE, find_line())
-        parameters = list(_parameters_of(optimizer))
-        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
-        if low:
-            detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
-            return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
         key, earlier = id(optimizer), use.describe_calls(optimizer)
         if key in use.stepped_at:
             return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:
             return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}", earlier)
+        parameters = list(_parameters_of(optimizer))
+        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
+        if low:
+            detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
+            return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
         if not _has_gradients(optimizer):
             return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
         return None

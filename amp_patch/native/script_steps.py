@@ -141,8 +141,8 @@ class ScriptSteps:
             enclosing = self._scaler_step  # set if the optimizer is a wrapper whose `step` calls `scaler.step`
             this_step = self._scaler_step = _ScalerStep(scaler.is_enabled())
             # for optimizers that do not unscale by themselves, GradScaler.step unscales before it calls their step
-            if self._unscales_first and this_step.is_scaling and reads_found_inf(optimizer):
-                with contextlib.suppress(RuntimeError):  # raised if the script has unscaled the gradients already
+            if self._unscales_first and this_step.is_scaling and _can_unscale_first(optimizer):
+                with contextlib.suppress(RuntimeError):  # raised, for example, if the script has unscaled them already
                     scaler.unscale_(optimizer)
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -216,6 +216,15 @@ class ScriptSteps:
         session.note_optimizer(optimizer)
         session.note_step(optimizer, is_skipped=is_skipped)
         events.tell(session.without_casts(), "step_ended", optimizer)
+
+
+def _can_unscale_first(optimizer: Any) -> bool:
+    """Return whether the kernel of an optimizer unscales gradients, and GradScaler.unscale_ would take them, too."""
+    if not reads_found_inf(optimizer):
+        return False
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    # `unscale_` raises ValueError for float16 gradients, and the kernel takes them
+    return all(parameter.grad is None or parameter.grad.dtype is not torch.float16 for parameter in parameters)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

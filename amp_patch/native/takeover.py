@@ -211,7 +211,7 @@ class Takeover:
                 session = self._require_session(region.device, dtype)
                 if session is not None:
                     self._join_calls(session)
-            if session is None or session.device_type != region.device:
+            if session is None or not self._changes.apply_to(region.device, session):
                 return original(region)
             try:
                 self._changes.adapt(region, session)

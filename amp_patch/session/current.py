@@ -134,7 +134,7 @@ def _join(session: Session, request: _Request) -> None:
     optimizers = _find_unbound(session, request)
     # check
     request.check_models(models)
-    request.check_optimizers(optimizers, models)
+    request.check_optimizers(optimizers, request.models)
     session.check_that_no_block_runs()
     # apply
     session.make_scalers(request.num_losses)
@@ -197,7 +197,10 @@ def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Modul
     alive = session.models()
     remedies = "call amp.reset() first, or pass replace=True"
     if not alive:
-        return f"opt_level {level} is in force for a session block, and {wanted} was asked for: leave the block first"
+        return (
+            f"opt_level {level} is in force for code without a model, and {wanted} was asked for: leave the block"
+            " of its session, or call amp.reset(), first"
+        )
     if any(model in alive for model in given):
         return (
             f"this {describe(given)} is initialized already, at {level}, and {wanted} was asked for: {remedies}."
@@ -358,8 +361,8 @@ def disable() -> None:
             level, alive = state.session.policy.opt_level, state.session.models()
             if not alive:
                 raise SessionError(
-                    f"opt_level {level} is in force for a session block: leave the block before"
-                    " initialize(enabled=False)"
+                    f"opt_level {level} is in force for code without a model: leave the block of its session, or"
+                    " call amp.reset(), before initialize(enabled=False)"
                 )
             raise SessionError(
                 f"opt_level {level} is in force for {describe(alive)}, still in use: call amp.reset() before"
