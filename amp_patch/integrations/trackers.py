@@ -27,9 +27,9 @@ class Tracker:
 
     The norm is over the unscaled gradients of the coming step; with a sharded model, over all shards together. An entry
     is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
-    does not wait, unless a gradient is sparse. The loss scale and the number of skipped steps have the values that the
-    host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are
-    logged.
+    does not wait. With sparse gradients, it waits at each entry. The loss scale and the number of skipped steps have
+    the values that the host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`,
+    `amp/loss_scale_1`, ... are logged.
 
     An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script has logged a
     later step there itself, the entry is added to the current step, with its own step as `amp/step`.
@@ -72,7 +72,7 @@ class Tracker:
         self._pending = self._step, values
 
     def flush(self) -> None:
-        """Write the pending entry. Waits for the device."""
+        """Write the pending entry, if there is one. May wait for the device."""
         if self._pending is not None:
             (step, values), self._pending = self._pending, None
             for tag, value in values.items():

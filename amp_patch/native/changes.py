@@ -101,7 +101,7 @@ class Changes:
         """Return a session that makes these changes once it is opened.
 
         Args:
-            low: the dtype of the region that is being entered, or None outside of regions.
+            low: the dtype of the region, or None without one.
         """
         torch_lists = load_torch_lists(device_type)
         autocast: Autocast | None

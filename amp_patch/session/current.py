@@ -58,14 +58,15 @@ def initialize(
     """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
     If no session is in force, open one. If the session in force has the same policy, device type and op lists, add the
-    models and optimizers to it. Otherwise raise SessionError. Returns the session that is in force afterwards.
+    models and optimizers to it. Otherwise raise SessionError, unless the arguments say to replace it. Returns the
+    session that is in force afterwards.
 
     Args:
         num_losses: the number of losses, each of which gets a loss scaler.
         replace: close the session in force, and open a new one, even if their policies are equal.
         replace_other: close a session in force with another policy, instead of raising SessionError.
         accept_low: accept models that have 16-bit parameters already.
-        overflow_group: the process group or DeviceMesh whose ranks skip the same steps; None if there is none.
+        overflow_group: see `amp_patch.initialize`.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
@@ -247,7 +248,7 @@ def open_session(
 
 
 def without_casts() -> contextlib.AbstractContextManager[None]:
-    """Context manager: while the block runs, no op of this thread is cast."""
+    """Context manager: while the block runs, amp casts no op of this thread."""
     session = state.session
     return contextlib.nullcontext() if session is None else session.without_casts()
 
