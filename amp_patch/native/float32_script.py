@@ -43,9 +43,7 @@ _DTYPE_OF_CLASS = {
 """The dtypes of old tensor classes, by the names that `Tensor.type` takes, such as "torch.HalfTensor"."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
-"""Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
-Module.to, which then calls Tensor.to.
-"""
+"""Functions that the mode leaves alone. `_parse_to` reads the arguments of Module.to, which then calls Tensor.to."""
 
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
 """Functions whose result has the dtype of their argument, unless they are given another."""
@@ -104,8 +102,7 @@ class Float32Script(events.Watcher):
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of what could not be widened, as keys: "tensors of class Int4Tensor".
-        is_timed: whether the times of later steps say something: False if the mode, which takes time, had to stay on
-            after `STEPS` steps.
+        is_timed: False if the mode, which takes time, had to stay on after `STEPS` steps.
     """
 
     def __init__(self) -> None:
