@@ -222,20 +222,22 @@ class NativeSession(Session):
     # ---- questions to a session --------------------------------------------------------------------------------------
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, neither amp nor torch casts the ops of this thread."""
-        if not self.switch.is_on_here():  # outside of regions, as in most events of a step
+        """Return a context manager. Inside its block, neither amp nor torch casts on the session's type of device."""
+        # outside of regions, as in most events of a step
+        if not self.switch.is_on_here() and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()
         return self._pausing_casts()
 
     @contextlib.contextmanager
     def _pausing_casts(self) -> Iterator[None]:
-        paused_autocast = self._autocast if self._autocast is not None and self._autocast.pause() else None
+        # also a region of another dtype than that of the lists, where torch casts by itself
+        is_enabled = torch.is_autocast_enabled(self.device_type)
+        torch.set_autocast_enabled(self.device_type, False)
         try:
             with self.switch.region(Mode.OFF):
                 yield
         finally:
-            if paused_autocast is not None:
-                paused_autocast.resume()
+            torch.set_autocast_enabled(self.device_type, is_enabled)
 
     def models(self) -> list[nn.Module]:
         """Return the models that are still alive."""

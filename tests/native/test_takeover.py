@@ -284,6 +284,16 @@ def test_a_fused_step_on_float16_weights_runs_where_steps_are_watched() -> None:
     assert optimizer.state
 
 
+@pytest.mark.filterwarnings("ignore:the lists apply to")
+def test_nothing_is_cast_without_casts_in_a_region_of_another_dtype() -> None:
+    with native.install(lists="bfloat16"):
+        for dtype in DTYPES:
+            with torch.autocast("cpu", dtype):
+                with current.without_casts():
+                    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+                assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is dtype
+
+
 def test_o0_disables_regions_on_each_type_of_device() -> None:
     with native.install("O0"):
         with torch.autocast("cpu", torch.bfloat16):
