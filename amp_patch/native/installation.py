@@ -55,7 +55,7 @@ def install(
     this installation.
 
     Raises:
-        PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
+        PolicyError, OpListError: a level or a list is wrong, or `everywhere` is combined with float16, because nothing would
             scale the loss.
         SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """

@@ -47,7 +47,7 @@ class RegionWatch:
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, look for misuses in the graph of its loss, if a region began since the last step.
+        """Before a backward pass, look for misuses in the graph of its loss, if there was a region since the last step.
 
         `_MOST_WALKS` limits how many graphs are looked at.
         """
