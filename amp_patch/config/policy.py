@@ -304,7 +304,7 @@ class Policy:
 
         Leaves out `patch_torch_functions_type` without patches, and `compute` at a float32 level.
         """
-        without_effect = set()
+        without_effect = set()  # properties that have a value, which nothing uses at this level
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")
         if self.low_dtype is None:
