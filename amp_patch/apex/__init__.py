@@ -7,9 +7,9 @@
 
 or, without a change to the script, `amp-patch run script.py`. After `install`, `import apex` imports this package.
 `amp`, `parallel`, `optimizers` and the other parts are imported at their first use. Importing a part of Apex that is
-missing here raises an error, which names a modern replacement if there is one.
+missing here raises an error, which may name a modern replacement.
 
-If an `apex` is installed, what `import apex` finds depends on its kind:
+But if an `apex` is installed, what `import apex` finds depends on its kind:
 
 * NVIDIA's with `amp` (until 2025): the installed package, and nothing of this one.
 * NVIDIA's without `amp`: the installed package. The parts that it lacks come from here.

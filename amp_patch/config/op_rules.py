@@ -1,4 +1,4 @@
-"""`OpRule`: the rules that list files put ops under, with all properties of each rule.
+"""`OpRule`: the rules for ops, with all properties of each rule. Most are keys of list files.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """
@@ -44,8 +44,7 @@ class OpRule(StrEnum):
         meaning: the comment above the rule's key in a new list file. Empty for a rule that is no key of list files.
         example: an entry of a list file.
         runs_in: "low" or "float32" if the rule casts arguments to that dtype. Empty if the dtypes of the arguments
-            decide, or if nothing is cast. Inside a module with a rule of its own, and inside a listed function, that
-            rule decides for torch's ops instead.
+            decide, or if nothing is cast.
         opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,
             nothing is cast.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
@@ -53,8 +52,8 @@ class OpRule(StrEnum):
             `match_self` instead, because a cast of the first argument would make them write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.
         takes_argument: an entry names an argument of the op (`like`), and the other arguments are cast to its dtype.
-        may_run_low: an op under the rule may compute in 16 bits, and would compute in float32 on the blacklist. If it
-            overflows, `trace` proposes that. Ops such as `cat` only copy.
+        may_run_low: the rule can make an op compute in 16 bits. If such an op overflows, `trace` may propose the
+            blacklist for it. False for `sequence_promote`, because ops such as `cat` only copy.
     """
 
     summary: str

@@ -61,15 +61,17 @@ def _setting(default: float, is_allowed: Callable[[float], bool], allowed: str) 
 
 @dataclass(frozen=True, slots=True)
 class DynamicScale:
-    """How a dynamic loss scale moves: the settings of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
+    """How a dynamic loss scale moves between `min_loss_scale` and `max_loss_scale` of the policy.
+
+    The settings are those of torch.amp.GradScaler, and Megatron-LM's `hysteresis`.
 
     Attributes:
-        init: the first scale. If `init` is the default, 2**16, and lies outside of `min_loss_scale` to
-            `max_loss_scale`, the scale starts at the nearer of these bounds.
+        init: the first scale. If it is the default, 2**16, and lies outside of the bounds, the scale starts at the
+            nearer bound.
         growth_factor: the scale is multiplied by this after `growth_interval` steps in a row without an overflow.
         backoff_factor: the scale is multiplied by this at an overflow.
         hysteresis: with n, the first n - 1 overflows do not lower the scale, and later ones do. The count of overflows
-            starts again when the scale grows. With 1, every overflow lowers the scale.
+            starts again after `growth_interval` steps in a row without one.
     """
 
     init: float = _setting(INIT_SCALE, _is_valid_scale, "a finite positive number")
@@ -214,7 +216,7 @@ class Policy:
     """The properties of one session. Models with equal policies can share a session.
 
     `lists/presets.yaml` explains the properties that a presets file may state. Each field says how its value is read,
-    who may set it, and whether it is printed (see `_property`). To add a property, add a field.
+    who may set it, and whether it is printed (see `_property`).
     """
 
     opt_level: str = _property(None, in_presets=False, is_override=False)
@@ -302,7 +304,7 @@ class Policy:
 
         Leaves out `patch_torch_functions_type` without patches, and `compute` at a float32 level.
         """
-        without_effect = set()
+        without_effect = set()  # properties that have a value, which nothing uses at this level
         if not self.patch_torch_functions:
             without_effect.add("patch_torch_functions_type")
         if self.low_dtype is None:
@@ -410,8 +412,7 @@ def _find_at_level_without_patches(level: str, given: Mapping[str, Any], policy:
 def _find_in_scale_bounds(policy: Policy) -> Iterator[str]:
     if policy.min_loss_scale is not None and not 0 <= policy.min_loss_scale <= policy.max_loss_scale:
         yield f"min_loss_scale={policy.min_loss_scale}: must lie between 0 and max_loss_scale={policy.max_loss_scale}"
-    # `not >` instead of `<=`, because a bound of NaN must be refused, too
-    if not policy.max_loss_scale > 0:
+    if policy.max_loss_scale <= 0:
         yield f"max_loss_scale={policy.max_loss_scale}: must be positive"
     scale = policy.loss_scale
     # the default `init` is no contradiction: the scale then starts at the bound

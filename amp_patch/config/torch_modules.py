@@ -192,7 +192,7 @@ def _check_source(op: str, owner_name: str, name: str) -> None:
 
 @functools.cache
 def _find_source(module_name: str) -> str | None:
-    """Return the source file of a module of torch, or None if there is no such module. Imports nothing."""
+    """Return the file of a module of torch, or None if there is no such module or file. Imports nothing."""
     parts = module_name.split(".")
     search_path: Any = torch.__path__
     spec = None
@@ -206,7 +206,7 @@ def _find_source(module_name: str) -> str | None:
 
 @functools.cache
 def _read_definitions(module_name: str) -> dict[str, str]:
-    """Return the functions and classes in the source file of a module of torch: {"flex_attention": "def", ...}."""
+    """Return the functions and classes at the top level of a module's source file: {"flex_attention": "def", ...}."""
     source = _find_source(module_name)
     if source is None or not source.endswith(".py"):
         return {}

@@ -200,7 +200,7 @@ class _Reader:
         return Node(values, line, column, key_positions=key_positions)
 
     def _refuse_look_alikes(self, text: str, line: int, column: int) -> None:
-        """Raise an error, with the column of the character, if the text has a look-alike."""
+        """Raise an error if the text has a look-alike, with its column if it is on the first line of the text."""
         look_alike = find_look_alike(text)
         if look_alike is not None:
             index_in_text, problem = look_alike
@@ -258,8 +258,8 @@ _INDICATOR = re.compile(r"[*&!%@`|>]")
 def _explain_syntax(exc: Any, text: str) -> tuple[str, int, int]:
     """Return the problem and remedy of a YAMLError, with its line and column, both from 1.
 
-    A YAMLError has two *marks*: where the parser gave up, and where the value began that it was reading. The cause,
-    such as a curly quote, may be on any line between the two.
+    A YAMLError may have two *marks*: where the parser gave up, and where the value began that it was reading. The
+    cause, such as a curly quote, may be on any line between the two.
     """
     problem = getattr(exc, "problem", None) or " ".join(str(exc).split()) or type(exc).__name__
     context = getattr(exc, "context", None) or ""

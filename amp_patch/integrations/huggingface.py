@@ -25,7 +25,8 @@ class AmpTrainerMixin:
 
     The Trainer then scales losses. While gradients accumulate, they stay scaled, and the last backward pass before the
     step unscales them. `max_grad_norm`, and `grad_norm` in the logs, refer to unscaled gradients. The LR schedule does
-    not advance after a skipped step. Checkpoints hold amp's state in `amp.pt`, and saved models are float32.
+    not advance after a skipped step. Checkpoints with optimizer states hold amp's state in `amp.pt`, and saved models
+    are float32.
 
     Args:
         opt_level: as for `amp_patch.initialize`.

@@ -4,7 +4,7 @@
 
     trainer = lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
 
-It works with `lightning`, and with `pytorch_lightning` if the script has imported that and not `lightning`.
+It works with `lightning`, and with `pytorch_lightning` if the script has imported that before and not `lightning`.
 """
 
 import sys
@@ -28,11 +28,11 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     """A precision plugin that trains at an opt_level, with Lightning's own clipping, accumulation and checkpoints.
 
     When a fit starts, every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a
-    model, so calls such as `self.net(x)` in a `training_step` are cast too. Parameters of the LightningModule itself
-    are not cast. The closure of a step runs once, before amp decides whether to skip the step, except under LBFGS.
-    Schedules that advance after every step do not advance after a skipped step. The session outlives the fit, so you
-    can evaluate and save the model. `amp_patch.reset()` ends it. Without a fit before, `validate` and `test` run
-    without amp.
+    model, so calls such as `self.net(x)` in a `training_step` are cast too. Levels that cast models leave parameters of
+    the LightningModule itself in float32. The closure of a step runs once, before amp decides whether to skip the step,
+    except under LBFGS. Schedules that advance after every step do not advance after a skipped step. The session
+    outlives the fit, so you can evaluate and save the model. `amp_patch.reset()` ends it. Without a fit before,
+    `validate` and `test` run without amp.
 
     Args:
         opt_level: as for `amp_patch.initialize`.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import api as amp
+from ..dtypes import LOW_DTYPES
 from ..errors import ArgumentTypeError
 
 Log = Callable[[str, float, int], object]
@@ -26,9 +27,9 @@ class Tracker:
 
     The norm is over the unscaled gradients of the coming step; with a sharded model, over all shards together. An entry
     is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
-    does not wait, unless a gradient is sparse. The loss scale and the number of skipped steps have the values that the
-    host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`, `amp/loss_scale_1`, ... are
-    logged.
+    does not wait. With sparse gradients, it waits at each entry. The loss scale and the number of skipped steps have
+    the values that the host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`,
+    `amp/loss_scale_1`, ... are logged.
 
     An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script has logged a
     later step there itself, the entry is added to the current step, with its own step as `amp/step`.
@@ -71,7 +72,7 @@ class Tracker:
         self._pending = self._step, values
 
     def flush(self) -> None:
-        """Write the pending entry. Waits for the device."""
+        """Write the pending entry, if there is one. May wait for the device."""
         if self._pending is not None:
             (step, values), self._pending = self._pending, None
             for tag, value in values.items():
@@ -81,8 +82,8 @@ class Tracker:
 def _norm_of(gradient: Tensor) -> Tensor:
     """Return the L2 norm of a gradient, 0-dim float32. Waits for the device if the gradient is sparse."""
     if gradient.layout is torch.sparse_coo:
-        gradient = gradient.coalesce().values()  # torch has no norm of a sparse tensor
-    dtype = None if gradient.is_complex() else torch.float32  # torch gives the norm of a complex tensor a real dtype
+        gradient = gradient.coalesce().values()  # `vector_norm` takes no sparse tensor
+    dtype = torch.float32 if gradient.dtype in LOW_DTYPES else None  # a norm in 16 bits may overflow
     norm = torch.linalg.vector_norm(gradient, dtype=dtype).float()
     # the norm of a DTensor is a DTensor, too: full_tensor() reduces it over the ranks
     full_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -33,7 +33,7 @@ class Kind(Enum):
     NOTHING = "regions run as without amp_patch"
     LISTS = "lists replace torch's rules for the ops that they name"
     LEVEL = "the lists and the dtype of a level replace those of torch.autocast"
-    DISABLED = "autocast is disabled, so regions run in float32"
+    DISABLED = "autocast is disabled"
 
 
 class Changes:
@@ -78,6 +78,10 @@ class Changes:
         if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
 
+    def apply_to(self, device_type: str, session: NativeSession) -> bool:
+        """Return whether regions on a type of device are changed. Casts are changed on one type: the session's."""
+        return self.kind is Kind.DISABLED or device_type == session.device_type
+
     def adapt(self, region: Any, session: NativeSession) -> None:
         """Change a region that is about to be entered, or warn that the lists do not apply to its dtype.
 
@@ -97,7 +101,7 @@ class Changes:
         """Return a session that makes these changes once it is opened.
 
         Args:
-            low: the dtype of the region that is being entered, or None outside of regions.
+            low: the dtype of the region, or None without one.
         """
         torch_lists = load_torch_lists(device_type)
         autocast: Autocast | None

@@ -1,9 +1,9 @@
 """`Float32Script`: gives a script float32 wherever it asks for a 16-bit dtype, so that it becomes its own reference.
 
 To *widen* a 16-bit tensor is to make it float32. The methods that cast tensors, such as `Tensor.half`, are patched for
-the whole run. A TorchFunctionMode (the *mode*) sees all other functions: those that make tensors, those with an
-argument `dtype`, and those that get a 16-bit tensor that nothing has widened yet. A mode slows down every op, so it
-ends after a few steps in which it had nothing to widen.
+the whole run. A TorchFunctionMode (the *mode*) sees other functions of torch, such as those that make tensors, and
+widens their arguments and results. A mode slows down every op, so it ends after a few steps if it had nothing to widen
+in them.
 """
 
 import contextlib
@@ -29,9 +29,7 @@ from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3
-"""After so many steps, the mode ends if it had nothing to widen in them. The first step does not count, because it
-includes everything that the script does before its loop.
-"""
+"""After so many steps, the mode may end. The first does not count, because it includes all that is before the loop."""
 
 _AMP_MODULES = "amp_patch."
 _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.casting.wrappers")
@@ -45,19 +43,16 @@ _DTYPE_OF_CLASS = {
 """The dtypes of old tensor classes, by the names that `Tensor.type` takes, such as "torch.HalfTensor"."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
-"""Functions that the mode calls as they are. `__get__` reads an attribute. `_parse_to` reads the arguments of
-Module.to, which then calls Tensor.to.
-"""
+"""Functions that the mode leaves alone. `_parse_to` reads the arguments of Module.to, which then calls Tensor.to."""
 
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
-"""Functions whose result has the dtype of their argument. If the script asked for 16 bits in the argument, it did so in
-the result, too."""
+"""Functions whose result has the dtype of their argument, unless they are given another."""
 
 _RANDOM = frozenset(
     {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
     | {"exponential_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"}
 )
-"""Functions that draw other numbers in 16 bits than in float32, from the same seed."""
+"""Functions that may draw other numbers in 16 bits than in float32, from the same seed."""
 
 
 class _ThreadState(threading.local):
@@ -106,9 +101,8 @@ class Float32Script(events.Watcher):
     Attributes:
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
-        not_widened: descriptions of tensors that had to stay in 16 bits, as keys: "tensors of class Int4Tensor".
-        is_timed: whether the times of later steps say something: False if the mode, which takes time, had to stay on
-            after `STEPS` steps.
+        not_widened: descriptions of what could not be widened, as keys: "tensors of class Int4Tensor".
+        is_timed: False if the mode, which takes time, had to stay on after `STEPS` steps.
     """
 
     def __init__(self) -> None:
@@ -175,9 +169,9 @@ class Float32Script(events.Watcher):
             leave_function_mode(self._mode)
 
     def _undo_widening(self) -> None:
-        """Cast tensors that were widened in place back to 16 bits, because the caller may use them after the run."""
+        """Cast tensors that were widened in place, and their gradients, back to 16 bits."""
         for tensor, dtype in self._widened:
-            tensor.data = tensor.data.to(dtype)
+            _change_dtype(tensor, dtype)
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
@@ -297,6 +291,8 @@ class Float32Script(events.Watcher):
     def _widen_module(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of all modules: widen weights that nothing has widened yet."""
         self._enter_mode()
+        if self._local.is_paused:
+            return
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.dtype in LOW_DTYPES:
                 self._mode_actions += 1
@@ -351,7 +347,7 @@ class Float32Script(events.Watcher):
     def _draw(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function that draws random numbers in the dtype that the script asked for, and widen the result.
 
-        From the same seed, torch draws other numbers in float32 than in 16 bits.
+        From the same seed, torch may draw other numbers in float32 than in 16 bits.
         """
         target = next(_tensors_in([*args, *kwargs.values()]), None)
         dtype = None if target is None else self.asked.find(target)
@@ -421,13 +417,10 @@ class Float32Script(events.Watcher):
             self.note_not_widened(tensor)
             return
         with self.pause(), torch.no_grad():
-            dtype, gradient = tensor.dtype, tensor.grad
+            dtype = tensor.dtype
             self.has_acted = True
             self._widened.append((tensor, dtype))
-            tensor.grad = None  # torch refuses a gradient of another dtype
-            tensor.data = tensor.data.float()
-            if gradient is not None:
-                tensor.grad = gradient.float()
+            _change_dtype(tensor, torch.float32)
             self.asked.add(tensor, dtype)
 
     def note_not_widened(self, tensor: Tensor) -> None:
@@ -446,6 +439,16 @@ class _Mode(TorchFunctionMode):
         if getattr(func, "__name__", "") in _NEVER_WIDENED:
             return func(*args, **(kwargs or {}))
         return self._script.call(func, args, kwargs or {})
+
+
+def _change_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Change the dtype of a tensor, which stays the same object, and of its gradient."""
+    gradient = tensor.grad if tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None  # torch refuses a gradient of another dtype
+    tensor.data = tensor.data.to(dtype)
+    if gradient is not None:
+        tensor.grad = gradient.to(dtype)
 
 
 def _is_called_by_amp(frame: Any) -> bool:
@@ -474,12 +477,11 @@ def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def _is_random(function: Any, name: str) -> bool:
-    """Return whether a function draws random numbers, such as `torch.randn` and `nn.init.normal_`."""
+    """Return whether a function may draw random numbers: all functions of torch.nn.init count."""
     return name in _RANDOM or getattr(function, "__module__", "") == "torch.nn.init"
 
 
 def _replace_tensor(target: Tensor, low: Tensor, values: Iterable[Any]) -> list[Any]:
-
     return [low if value is target else value for value in values]
 
 

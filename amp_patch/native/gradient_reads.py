@@ -1,8 +1,8 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-At the end of many scaled backward passes, it patches the functions that scripts use for this, such as `Tensor.norm`.
+At the end of many scaled backward passes, it patches functions that scripts use for this, such as `Tensor.norm`.
 `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
-`step`. So they are not there during a forward pass in a region.
+`step`.
 """
 
 import sys
@@ -42,16 +42,15 @@ _READERS: tuple[tuple[Any, str, Kind], ...] = (
 )
 """The functions to patch, each with the kind of misuse if it is called on scaled gradients.
 
-`clip_grad_value_` calls the last two.
+`clip_grad_value_` may call the last two.
 """
 
 _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name, _ in _READERS}
-"""torch's own functions."""
+"""The functions as they were when this module was imported."""
 
 _FIRST_PASSES = 10
-"""torch is patched after each of the first ten scaled backward passes of a run, and later after every fifth on average.
-Patching takes 0.3 ms, which would slow small steps down.
-"""
+"""After so many scaled losses of a run, torch is patched less often. Patching takes about 0.3 ms, much for a small
+step."""
 
 
 class GradientReads:
@@ -63,9 +62,9 @@ class GradientReads:
         self._patcher: Patcher | None = None
 
     def begin(self, count: int) -> None:
-        """Patch torch, until `end`. `count`: the number of scaled backward passes so far.
+        """Patch torch, until `end`. `count`: how many scaled losses have gone backward so far.
 
-        After the first ten, it patches only if `count` ends in 0 or 1, because many scripts log in every tenth step.
+        After the first ten, patch only if `count` ends in 0 or 1, because many scripts log in every tenth step.
         """
         if count > _FIRST_PASSES and count % 10 > 1:
             return

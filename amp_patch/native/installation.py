@@ -55,8 +55,8 @@ def install(
     this installation.
 
     Raises:
-        PolicyError, OpListError: an argument is wrong, or `everywhere` is combined with float16, because nothing would
-            scale the loss.
+        PolicyError, OpListError: a level or a list is wrong, or `everywhere` is combined with float16, because nothing
+            would scale the loss.
         SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """
     if compute is not None and opt_level is None:

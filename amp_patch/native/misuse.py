@@ -34,10 +34,10 @@ class Misuse:
 
     Attributes:
         kind: which misuse it is.
-        line: the line of the script, such as `train.py:12`.
+        line: the line of the script, such as `train.py:12`; "" if it is not known.
         detail: more about the effect, or "".
-        earlier: if torch raised an error, the calls of `unscale_`, `step` and, after `unscale_`, `backward` since the
-            last `update`, such as "unscale_() at train.py:9".
+        earlier: for some errors of torch, the calls since the last `update` that led to them, such as "unscale_() at
+            train.py:9".
     """
 
     kind: Kind
@@ -68,7 +68,7 @@ class Misuse:
 # the effect and the edit of each kind
 _TEXTS = {
     Kind.CLIPPED: (
-        "gradients are clipped while they are multiplied by the loss scale, so nearly all of them are cut down",
+        "gradients are clipped while they are multiplied by the loss scale, so the limit is too low for them",
         "Call scaler.unscale_(optimizer) before the clipping",
     ),
     Kind.READ: (
@@ -132,7 +132,7 @@ _TEXTS = {
         "Enter the region inside the loop, around the forward pass and the loss",
     ),
     Kind.NO_SCALER: (
-        "this loss goes backward through float16 without a loss scale, so small gradients become zero",
+        "this loss goes backward through float16 without a loss scale, so small gradients may become zero",
         "Scale the loss by a torch.amp.GradScaler, or use dtype=torch.bfloat16, which needs none",
     ),
     Kind.LOSS_OUTSIDE: (
@@ -140,8 +140,8 @@ _TEXTS = {
         "Compute the loss inside the region, where autocast computes it in float32, or call it with output.float()",
     ),
     Kind.SCALED_BFLOAT16: (
-        "a GradScaler takes the steps of a script whose regions are all bfloat16, which needs no loss scale: each step"
-        " waits for the device",
+        "a GradScaler takes the steps of a script whose regions are all bfloat16, which needs no loss scale: steps"
+        " may wait for the device",
         "Leave the GradScaler out, or create it with enabled=False",
     ),
     Kind.SCHEDULED_SKIP: (

@@ -1,7 +1,6 @@
-"""`OuterHooks`: global hooks of modules that are off while an outermost module runs.
+"""`OuterHooks`: global hooks of modules that can be turned off while an outermost module runs.
 
-While there is a global hook, torch calls each module by a slower path, in every step. These hooks need outermost calls
-only.
+While there is a global hook, torch calls each module by a slower path. These hooks need outermost calls only.
 """
 
 from collections.abc import Callable
@@ -25,8 +24,8 @@ class PausableHook:
         self._options = [options for options in handle.extra_dict_ref if handle.id in (options() or ())]
         self._is_removed = False
 
-    # A hook that is off leaves nothing behind: an id in a checkpoint may be the id of another hook where it is loaded.
-    # Options are there before the hook and after it: an interrupt cannot leave a hook that is half on.
+    # A hook that is off leaves no id in torch's dicts. Modules are pickled with theirs, and where one is loaded, the id
+    # may belong to another hook. Options are there before the hook and after it: an interrupt cannot leave it half on.
 
     def pause(self) -> None:
         """Turn the hook off. Harmless twice."""

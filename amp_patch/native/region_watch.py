@@ -16,14 +16,14 @@ from .roots import find_line
 _LOSS_NODES = frozenset(
     f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D", "SoftMarginLoss")
 ) | {"BinaryCrossEntropyWithLogitsBackward0"}
-"""The autograd nodes of losses that torch.autocast computes in float32. `kl_div` has no node of its own."""
+"""Autograd nodes of losses that torch.autocast computes in float32. Not all such losses have a node of their own."""
 
 _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
 """The largest number of nodes that are visited in a graph, and the largest number of graphs. A walk through a large
-graph takes milliseconds, and a script computes the same losses in each step.
+graph takes milliseconds.
 """
 
 
@@ -38,7 +38,7 @@ class RegionWatch:
         # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss nothing
         # seems to have multiplied by a scale. "" if there was none.
         self._unscaled_at = ""
-        self._unscaled_steps = 0  # the number of steps after such a backward pass
+        self._unscaled_steps = 0  # the number of steps without a GradScaler after such a backward pass
 
     def note_region(self, dtype: torch.dtype) -> None:
         """Record an enabled region that begins, unless gradients are disabled, as they are in an evaluation."""
@@ -47,7 +47,7 @@ class RegionWatch:
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, look for misuses in the graph of its loss, if a region began since the last step.
+        """Before a backward pass, look for misuses in the graph of its loss, if there was a region since the last step.
 
         `_MOST_WALKS` limits how many graphs are looked at.
         """
@@ -68,7 +68,7 @@ class RegionWatch:
         """Check a step without a GradScaler. `has_scalers`: whether a GradScaler has scaled a loss so far."""
         if self._unscaled_at and not has_scalers:
             self._unscaled_steps += 1
-        # At the first such step, a script with several optimizers may not have come to its GradScaler yet.
+        # At the first such step, a script with several optimizers may not have reached its GradScaler yet.
         if self._unscaled_steps > 1 and self._unscaled_at and not has_scalers:
             self._tell(Misuse(Kind.NO_SCALER, self._unscaled_at))
         self._is_after_region = False

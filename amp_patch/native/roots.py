@@ -74,7 +74,7 @@ def _name_file(path: str) -> str:
 
 
 def is_in_library() -> bool:
-    """Return whether the innermost code on the stack outside torch and this package is from an installed package."""
+    """Return whether the innermost code on the stack outside torch and this package is in `site-packages`."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
@@ -83,7 +83,7 @@ def is_in_library() -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel, because module rules use its names of modules.
+    """Return the model inside wrappers such as DistributedDataParallel.
 
     Only classes of libraries count as wrappers: the script's own model may have a single child named `module`.
     """

@@ -28,10 +28,10 @@ class ScaleState:
         # For each optimizer, the number of its `scaler.step` calls, taken or skipped.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose last step was skipped
-        # For each schedule, the number of its `step` calls.
+        # For each schedule, the number of its `step` calls after the first, which its constructor usually makes.
         self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
         self._saved_at = ""  # the line of the last `torch.save` of an optimizer without a scaler since the last step
-        # Whether the script has called `GradScaler.state_dict`: it may save the state in a file of its own.
+        # Whether `GradScaler.state_dict` was called: the script may save the state in a file of its own.
         self._is_state_read = False
 
     def patches(self) -> Iterator[Patch]:
@@ -59,10 +59,9 @@ class ScaleState:
 
     def _check_schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
-            # The constructor of a schedule makes the first call, which does not count: begin at -1.
             count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
             steps = self._steps.get(scheduler.optimizer, 0)
-            # A schedule with fewer steps than its optimizer counts epochs, and may do so after a skipped step.
+            # A schedule with fewer steps than its optimizer may count epochs, and not steps.
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():
                 self._tell(Misuse(Kind.SCHEDULED_SKIP, find_line()))
             return original(scheduler, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""`ScalerWatch`: notices when a script uses its GradScaler wrongly, or takes several steps in one region of autocast.
+"""`ScalerWatch`: notices when a script uses GradScaler, or the regions of autocast, wrongly.
 
 It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
-each kind of misuse, with the line and the edit. If torch refuses a call, the exception gets the same text as a note,
-and there is no warning.
+each kind of misuse, with the line and the edit. If torch refuses a call because of a misuse, the exception gets the
+text as a note.
 """
 
 import inspect
@@ -41,8 +41,8 @@ _CHECKS_SCALE = "_check_scale_growth_tracker"
 """The method of GradScaler that raises an error if no loss was scaled before."""
 
 _LARGEST_NORM = 1000.0
-"""A call of `clip_grad_norm_` with a `max_norm` of this or more is not taken for clipping: the script has multiplied
-`max_norm` by the scale, or only measures the norm.
+"""A call of `clip_grad_norm_` with a `max_norm` of this or more does not count as clipping. The script may have
+multiplied `max_norm` by the scale, or may only measure the norm.
 """
 
 
@@ -66,10 +66,10 @@ class _ScalerUse:
         unscaled_at: the line of `unscale_` for each optimizer since the last `update`.
         stepped_at: the line of `scaler.step` for each optimizer since the last `update`.
         updated_at: the line of the last `update`.
-        is_scale_read: whether the script knows the present scale, and may unscale gradients itself: since it last
-            scaled a loss, it has read the scale, or has scaled a value without gradients.
+        is_scale_read: whether the script may unscale gradients itself: since it last scaled a loss, it has read the
+            scale, or has scaled a value without gradients.
         unscaled: the gradients that `unscale_` has unscaled since the last `update`.
-        clippings: the calls since the last `update` that clipped gradients.
+        clippings: the calls since the last `update` that may have clipped scaled gradients.
     """
 
     backwards: int = 0
@@ -91,7 +91,7 @@ class _ScalerUse:
         """Return the calls for an optimizer since the last `update`, each as `step() at train.py:9`."""
         unscaled, stepped = self.unscaled_at.get(id(optimizer)), self.stepped_at.get(id(optimizer))
         added = self.unscaled.find_added(optimizer) or None
-        if unscaled == stepped:  # both in one line: the step has unscaled the gradients itself
+        if unscaled == stepped:  # both in one line: usually, the step has unscaled the gradients itself
             unscaled = None
         calls = ("unscale_", unscaled), ("step", stepped), ("backward", added)
         return tuple(f"{name}() at {line}" for name, line in calls if line is not None)
@@ -108,21 +108,22 @@ class ScalerWatch:
         self._whole_script_is_entered = whole_script_is_entered
         self._uses: weakref.WeakKeyDictionary[Any, _ScalerUse] = weakref.WeakKeyDictionary()
         self._told: set[Kind] = set()
-        # The numbers of backward passes so far, of losses that a scaler has scaled, and of others.
+        # Both are 0 until a scaler scales a loss: how often scaled losses have gone backward, and the number of
+        # backward passes without a scaled loss.
         self._scaled_backwards = self._unscaled_backwards = 0
-        self._unscaled_backward_at = ""  # the line of the last backward pass of an unscaled loss
+        self._unscaled_backward_at = ""  # the line of the last backward pass without a scaled loss
         # For each optimizer, by id: `_unscaled_backwards` at its last step.
         self._unscaled_backwards_at_step: dict[int, int] = {}
-        self._running_scaler_steps = 0  # calls of `scaler.step` that are under way
-        self._has_optimizer_stepped = False  # whether the last `scaler.step` has called the optimizer's own step
+        self._running_scaler_steps = 0  # calls of `step` of enabled scalers that are under way
+        self._has_optimizer_stepped = False  # whether an optimizer has stepped since `scaler.step` was called
         # Optimizers that took a step without a scaler after the backward pass of a scaled loss, each with one of its
         # parameters: the gradient of the parameter shows whether later scaled losses add to the optimizer's gradients.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._suspected_at = ""  # the line of the first step of a suspect
-        # The suspects to whose gradients a later scaled loss has added: their next step without a scaler is reported.
+        # The suspects to whose gradients a later scaled loss has added. Another such step of theirs is reported.
         self._have_scaled_gradients: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._regions = 0  # the number of outermost regions so far
-        self._region_at = ""  # the line of the last outermost region
+        self._regions = 0  # the number of outermost enabled regions so far
+        self._region_at = ""  # the line of the last of them
         self._region_of_step: dict[int, int] = {}  # for each optimizer, by id: `_regions` at its last step in a region
         self._reads = GradientReads()
         self._losses = UnscaledLosses()
@@ -166,7 +167,7 @@ class ScalerWatch:
                 if isinstance(loss, Tensor) and loss.requires_grad:
                     loss.register_hook(lambda _: self._note_scaled_backward(use))
                 else:
-                    use.is_scale_read = True  # the result for a number shows the scale
+                    use.is_scale_read = True  # the result for a value without gradients shows the scale
             return result
 
         return scale
@@ -176,12 +177,10 @@ class ScalerWatch:
         self._scaled_backwards += 1
 
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `torch.autograd.backward` that counts backward passes of unscaled losses, and notices to which
-        optimizers' gradients a scaled loss adds.
-        """
+        """Return a `torch.autograd.backward` that notes whether losses are scaled, and which gradients they change."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # Within a backward pass, a checkpoint calls this, and not the script.
+            # Within a backward pass, this is a call of a checkpoint, for example.
             if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
             self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
@@ -210,7 +209,7 @@ class ScalerWatch:
         return backward
 
     def _read_gradients(self) -> dict[Optimizer, Version]:
-        """Return the version of one gradient of each suspect, which a backward pass that adds to it changes."""
+        """Return the version of one gradient of each suspect. Adding to the gradient changes its version."""
         return {optimizer: read_version(reference()) for optimizer, reference in self._suspects.items()}
 
     def end_reads(self) -> None:
@@ -220,7 +219,7 @@ class ScalerWatch:
     # ---- between the backward pass and the step ----------------------------------------------------------------------
 
     def _note_reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `GradScaler.get_scale` that notes calls of the script."""
+        """Return a `GradScaler.get_scale` that notes calls from outside of this package."""
 
         def get_scale(scaler: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(_PACKAGE):  # a call from this package
@@ -276,18 +275,19 @@ class ScalerWatch:
             self._reads.end()
             if use is not None:
                 self._check_gradients(scaler, use, optimizer)
-            if scaler.is_enabled() and not has_own_amp():
+            is_scaling = scaler.is_enabled()
+            if is_scaling and not has_own_amp():
                 self._region_watch.check_scaled_step()
             self._has_optimizer_stepped = False
             backwards_before = 0 if use is None else use.backwards
-            self._running_scaler_steps += 1
+            self._running_scaler_steps += is_scaling  # a disabled GradScaler calls the step and does nothing else
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
                 self._explain(error, scaler, optimizer, "closure" if "closure" in kwargs else "step")
                 raise
             finally:
-                self._running_scaler_steps -= 1
+                self._running_scaler_steps -= is_scaling
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
                 if use.backwards > backwards_before:  # in a closure: torch refuses it by name, but not by position
@@ -376,8 +376,10 @@ class ScalerWatch:
             self._suspects[optimizer] = weakref.ref(with_gradient)
 
     def _is_on_scaled_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether all backward passes since the last step of an optimizer were of scaled losses, and the script
-        has not unscaled their gradients. Return False if no scaled loss has gone backward since the last `update`.
+        """Return whether the gradients of an optimizer seem to be scaled.
+
+        They do if a scaled loss has gone backward since the last `update`, no unscaled one has since the last step of
+        the optimizer, and nothing shows that the script has unscaled its gradients.
         """
         if self._unscaled_backwards > self._unscaled_backwards_at_step.get(id(optimizer), 0):
             return False
@@ -401,7 +403,7 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Report a region that contains this step of an optimizer and the step before."""
+        """Report a region with the cache of torch that contains this step of an optimizer and the step before."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
@@ -415,7 +417,7 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Add a note to an exception of GradScaler with the misuse that caused it, and tell the watchers of `events`.
+        """Add a note with the misuse that explains an exception of GradScaler, and tell the watchers of `events`.
 
         `call`: "unscale_", "step", "update", or "closure" for `scaler.step(optimizer, closure=...)`.
         """
@@ -434,23 +436,23 @@ class ScalerWatch:
         events.tell(nullcontext(), "refused", misuse, error)
 
     def _find_reason(self, use: _ScalerUse, optimizer: Any, call: str) -> Misuse | None:
-        """Return the misuse because of which GradScaler raised an error; None if the calls so far show none."""
+        """Return the misuse that explains an error of GradScaler; None if the calls so far show none."""
         if call == "update":
             if self._suspects:
                 return Misuse(Kind.SCALED_STEP, self._suspected_at)
             return Misuse(Kind.UPDATE_WITHOUT_STEP, find_line())
         if call == "closure":
             return Misuse(Kind.CLOSURE, find_line())
-        parameters = list(_parameters_of(optimizer))
-        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
-        if low:
-            detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
-            return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
         key, earlier = id(optimizer), use.describe_calls(optimizer)
         if key in use.stepped_at:
             return Misuse(Kind.MISSING_UPDATE, use.stepped_at[key], earlier=earlier)
         if call == "unscale_" and key in use.unscaled_at:
             return Misuse(Kind.UNSCALED_TWICE, find_line(), f"first at {use.unscaled_at[key]}", earlier)
+        parameters = list(_parameters_of(optimizer))
+        low = [weight for weight in parameters if weight.grad is not None and weight.grad.dtype is torch.float16]
+        if low:
+            detail = f"{len(low)} of {count_of(len(parameters), 'parameter')}"
+            return Misuse(Kind.LOW_WEIGHTS, find_line(), detail)
         if not _has_gradients(optimizer):
             return Misuse(Kind.NO_GRADIENTS, find_line(), self._describe_missing(use, parameters))
         return None
@@ -489,9 +491,7 @@ def _has_gradients(optimizer: Any) -> bool:
 
 
 def _find_function_of_scaler(error: Exception) -> str:
-    """Return the name of the GradScaler method that raised an exception; "" if other code raised it, such as the step
-    of an optimizer.
-    """
+    """Return the name of the function in GradScaler's file that raised an exception; "" if other code raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

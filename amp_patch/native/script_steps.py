@@ -1,4 +1,4 @@
-"""`ScriptSteps`: observes the losses, the GradScaler and the optimizer steps of a script, and changes no result.
+"""`ScriptSteps`: observes the losses, the GradScalers and the optimizer steps of a script.
 
 It calls `StepChecks` for each step, and disables the region of `WholeScript` during steps without a closure. It reports
 losses and steps to the session and to the watchers of `events`.
@@ -79,8 +79,8 @@ class ScriptSteps:
         """Report losses that no GradScaler scales, until `undo` is closed.
 
         Args:
-            open_session: takes the type of the loss's device, and opens a session if there is none. In a script without
-                any torch.nn.Module, nothing has opened a session before the first backward pass.
+            open_session: takes the type of the loss's device, and opens a session if there is none, as in a script
+                without any torch.nn.Module.
         """
         self._open_session = open_session
         patcher = Patcher()
@@ -88,7 +88,7 @@ class ScriptSteps:
         patcher.install([Patch(torch.autograd, "backward", self._report_plain_loss)])
 
     def show_scaler(self, session: NativeSession) -> None:
-        """Let a session that was just opened use the script's GradScaler, if there is an enabled one."""
+        """Let a session that was just opened use the newest GradScaler of the script, if it is enabled."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and scaler.is_enabled():
             session.use_scaler(scaler)
@@ -121,7 +121,7 @@ class ScriptSteps:
                 tensors = tuple(tensors)
             session = find_session()
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
-            # Inside a backward pass, a checkpoint calls this, with gradients and not with a loss.
+            # Inside a backward pass, a checkpoint may call this, with gradients and not with a loss.
             if isinstance(loss, Tensor) and get_backward_id() == -1:
                 session = session or self._open_session(loss.device.type)
             else:
@@ -141,8 +141,8 @@ class ScriptSteps:
             enclosing = self._scaler_step  # set if the optimizer is a wrapper whose `step` calls `scaler.step`
             this_step = self._scaler_step = _ScalerStep(scaler.is_enabled())
             # for optimizers that do not unscale by themselves, GradScaler.step unscales before it calls their step
-            if self._unscales_first and this_step.is_scaling and reads_found_inf(optimizer):
-                with contextlib.suppress(RuntimeError):  # raised if the script has unscaled the gradients already
+            if self._unscales_first and this_step.is_scaling and _can_unscale_first(optimizer):
+                with contextlib.suppress(RuntimeError):  # raised, for example, if the script has unscaled them already
                     scaler.unscale_(optimizer)
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
@@ -216,6 +216,15 @@ class ScriptSteps:
         session.note_optimizer(optimizer)
         session.note_step(optimizer, is_skipped=is_skipped)
         events.tell(session.without_casts(), "step_ended", optimizer)
+
+
+def _can_unscale_first(optimizer: Any) -> bool:
+    """Return whether the kernel of an optimizer unscales gradients, and GradScaler.unscale_ would take them, too."""
+    if not reads_found_inf(optimizer):
+        return False
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    # `unscale_` raises ValueError for float16 gradients, and the kernel takes them
+    return all(parameter.grad is None or parameter.grad.dtype is not torch.float16 for parameter in parameters)
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -24,12 +24,11 @@ from .float32_script import find_asked_dtype
 from .roots import find_root
 
 AS_IS = "as-is"
-"""The `opt_level` of a session that changes nothing. A session that lays lists over torch.autocast's rules has the
-`opt_level` "autocast"."""
+"""The `opt_level` of a session that changes nothing. With lists over torch.autocast's rules, it is "autocast"."""
 
 _STEPS_BEFORE_WARNING = 3
-"""The step of an optimizer at which a script has usually called all its modules. With two optimizers, the second model
-may be called after the first step of the first, or in every other of its steps.
+"""The step of an optimizer at which a script has usually called all its modules. With two optimizers, the first step of
+one may come before the first call of the other's model.
 """
 
 
@@ -63,16 +62,16 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 class NativeSession(Session):
     """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
 
-    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Its loss
-    scale is the scale of the script's GradScaler.
+    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Once the
+    script uses a GradScaler, the session shows the scale of that.
 
     Args:
         autocast: the regions in which the lists decide, or None if autocast is disabled.
         observes_all: also wrap ops that torch casts by itself, for watchers that observe every op.
 
     Attributes:
-        steps_before: the number of steps that the script took before this session was opened.
-        needs_scaler: whether the script took a step without a loss scale after a bfloat16 region. In float16, it would
+        steps_before: the number of steps that the script took without a session, before this one was opened.
+        needs_scaler: whether the script took a step without a GradScaler after a bfloat16 region. In float16, it would
             need one.
     """
 
@@ -157,7 +156,7 @@ class NativeSession(Session):
     def note_step(self, optimizer: Optimizer, *, is_skipped: bool | Tensor) -> None:
         """Count a step, taken or skipped.
 
-        `is_skipped` may be a `found_inf` on the device (0-dim; 1.0 means skipped). Such a flag is read once it has
+        `is_skipped` may be a `found_inf` on the device (0-dim; 0.0 means taken). Such a flag is read once it has
         reached the host.
         """
         self._steps_by_optimizer[id(optimizer)] += 1
@@ -175,7 +174,7 @@ class NativeSession(Session):
             self.bindings.warn_of_unused_rules()
 
     def close(self) -> None:
-        """Undo everything. Before that, warn of unused module rules if the script has stepped too seldom so far."""
+        """Undo everything. If the script has taken a step, first warn of unused module rules, unless that was done."""
         try:
             if self._steps_by_optimizer:
                 self._warn_of_unused_rules()
@@ -209,7 +208,7 @@ class NativeSession(Session):
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Make a GradScaler the first loss scaler of the session. Other GradScalers of the script come after it."""
+        """Make a GradScaler the first loss scaler of the session. GradScalers that were used before come after it."""
         first = self.scalers[0]
         if isinstance(first, _ScriptScaler) and first.scaler is scaler:
             return
@@ -223,20 +222,22 @@ class NativeSession(Session):
     # ---- questions to a session --------------------------------------------------------------------------------------
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, neither amp nor torch casts the ops of this thread."""
-        if not self.switch.is_on_here():  # outside of regions, as in most events of a step
+        """Return a context manager. Inside its block, neither amp nor torch casts on the session's type of device."""
+        # outside of regions, as in most events of a step
+        if not self.switch.is_on_here() and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()
         return self._pausing_casts()
 
     @contextlib.contextmanager
     def _pausing_casts(self) -> Iterator[None]:
-        paused_autocast = self._autocast if self._autocast is not None and self._autocast.pause() else None
+        # also a region of another dtype than that of the lists, where torch casts by itself
+        is_enabled = torch.is_autocast_enabled(self.device_type)
+        torch.set_autocast_enabled(self.device_type, False)
         try:
             with self.switch.region(Mode.OFF):
                 yield
         finally:
-            if paused_autocast is not None:
-                paused_autocast.resume()
+            torch.set_autocast_enabled(self.device_type, is_enabled)
 
     def models(self) -> list[nn.Module]:
         """Return the models that are still alive."""
@@ -247,13 +248,13 @@ class NativeSession(Session):
         return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype to which regions of torch.autocast in this thread cast now; outside, nothing is cast."""
+        """Return the dtype of torch.autocast in this thread, also outside of regions."""
         return torch.get_autocast_dtype(self.device_type)
 
     @property
     def seen_low(self) -> torch.dtype | None:
-        """The dtype of the first region, or None before it. If the session disables autocast: the policy's dtype."""
-        return self._seen_low if self._autocast is not None else self.policy.low_dtype
+        """The dtype of the first region; None before it, and if the session disables autocast."""
+        return None if self._autocast is None else self._seen_low
 
     @property
     def script_low(self) -> torch.dtype | None:
@@ -266,9 +267,9 @@ class NativeSession(Session):
         return id(optimizer) in self._skipped
 
     def overflow_flags(self, optimizer: Optimizer) -> tuple[list[Tensor], bool]:
-        """Return the `found_inf` flags of the GradScaler that steps an optimizer, and whether a flag skips the step.
+        """Return the `found_inf` flags that a GradScaler has for an optimizer, and whether a set flag skips the step.
 
-        While GradScaler.step runs, any of its flags skips the step. Otherwise, return an empty list and False.
+        A GradScaler has them from unscaling to its `update`. Otherwise, return an empty list and False.
         """
         for shown in self.scalers:
             if isinstance(shown, _ScriptScaler) and (flags := get_found_inf(shown.scaler, optimizer)):
@@ -309,13 +310,13 @@ class _ScriptScaler:
 
     @property
     def scale(self) -> float:
-        """The scale. Waits for the device."""
+        """The scale. May wait for the device."""
         return self.loss_scale()
 
     known_scale = scale
 
     def loss_scale(self) -> float:
-        """Return the scale. Waits for the device."""
+        """Return the scale. May wait for the device."""
         return float(self.scaler.get_scale())
 
     def set_loss_scale(self, scale: float) -> None:

@@ -26,11 +26,10 @@ class StepChecks:
             act in regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
         on_plain_step: called with a line of text at the first step that the script takes without mixed precision, if
-            the changes need a region.
+            `needs_region` is set.
 
     Attributes:
-        called_at: the line that first called a model, such as `train.py:12`; "" if no call was seen. `Takeover` sees
-            calls if it has `everywhere` or module rules, and between `Takeover.watch` and its end.
+        called_at: the line that first called a model, such as `train.py:12`; "" if no call was seen.
     """
 
     def __init__(
@@ -40,17 +39,17 @@ class StepChecks:
         self._is_everywhere = is_everywhere
         self._on_plain_step = on_plain_step
         self.called_at = ""
-        self._stepped_at = ""  # the line of the first step before any region
-        self._has_mixed_precision = False  # whether the script has trained in mixed precision in any way so far
+        self._stepped_at = ""  # the line of the first step without mixed precision
+        self._has_mixed_precision = False  # whether the script has used mixed precision in any way so far
         self._step_counter = StepCounter()
         self._steps_before_session = 0
         # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_bfloat16_region = False  # a region began in bfloat16, or another dtype without a loss scale
+        self._has_bfloat16_region = False  # a region began in bfloat16, or another dtype than float16
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the changes need a region, and the script has not used mixed precision yet."""
+        """Whether `needs_region` is set, and the script has not used mixed precision yet."""
         return self._needs_region and not self._has_mixed_precision
 
     def note_region(self, low: torch.dtype) -> None:
@@ -79,7 +78,7 @@ class StepChecks:
     def check(self, level: str | None, low: torch.dtype | None, *, is_changing: bool, is_scaling: bool) -> None:
         """Raise PolicyError before a step whose region cannot run with the changes.
 
-        If the changes need a region, call `on_plain_step` at the first step without mixed precision.
+        With `needs_region`, call `on_plain_step` at the first step without mixed precision.
 
         Args:
             level: the name of the level, or None without one.
@@ -117,7 +116,7 @@ class StepChecks:
         return count
 
     def check_end(self) -> None:
-        """Raise NoRegionError if the changes need a region, and the script has taken steps without mixed precision."""
+        """Raise NoRegionError if `needs_region` is set, and the script has taken steps without any mixed precision."""
         if not self.is_waiting or not self._stepped_at:
             return
         where = f"{self._stepped_at} steps"

@@ -1,9 +1,9 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It opens a session when the script first enters a region, because the dtype and the device type of the region decide
-which ops are patched. With `everywhere`, and for watchers (`watch`), it opens the session earlier: when the script
-makes an optimizer, calls a model or runs a backward pass. If the script calls `amp.initialize`, the session that this
-opens replaces the takeover's.
+It opens a session when the script enters a region and there is none, because the dtype and the device type of the
+region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session before: when
+the script makes an optimizer, calls a model or runs a backward pass. If the script calls `amp.initialize`, the session
+of that call replaces the takeover's.
 """
 
 import sys
@@ -45,10 +45,10 @@ class Takeover:
         needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
             even if the session would only observe.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
-        refuses_regions: raise HasRegionsError at a region of the script, as `everywhere` does. For a run in float32
-            with which runs everywhere are compared.
+        refuses_regions: raise HasRegionsError at a region of the script. For a run in float32 with which runs
+            everywhere are compared.
         on_plain_step: called with a line of text at the first step without mixed precision, if the changes need a
-            region.
+            region, or with `needs_region`.
 
     Attributes:
         tell: called with a line of text when a session is opened that changes something, such as "amp_patch: on cuda,
@@ -104,8 +104,8 @@ class Takeover:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
-        """Also open sessions for scripts without regions, and report their losses to the watchers of `events`. Call the
-        result to stop.
+        """Also open a session outside of regions, and report losses that no GradScaler scales to the watchers of
+        `events`. Call the result to stop.
         """
         undo = UndoStack()
         undo.callback(setattr, self, "_is_watching", False)
@@ -121,8 +121,8 @@ class Takeover:
         self._undo.close()
 
     def check_end(self) -> None:
-        """Raise NoRegionError if the script has trained, and never entered a region in which the changes could act.
-        Call it when the script has ended.
+        """Raise NoRegionError if the changes need mixed precision, and the script has trained without any. Call it when
+        the script has ended.
         """
         self._checks.check_end()
 
@@ -147,10 +147,10 @@ class Takeover:
 
         Args:
             device_type: the device of the region, or of the model.
-            low: the dtype of the region that this thread is in, or None outside of regions.
+            low: the dtype of the region, or None without one.
 
-        Returns None in a script that has called `amp.initialize`, outside of regions if there is nothing to do there,
-        and if Dynamo traces this call, because no session can be opened then.
+        Returns None if the script uses amp itself, without a region if there is nothing to do then, and if Dynamo
+        traces this call.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -164,13 +164,13 @@ class Takeover:
             return find_session() or self._open_session(device_type, low)
 
     def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
-        """Return the session in force at a backward pass, or open one for a script that has called no module yet."""
+        """Return the session in force at a backward pass. Open one if none is in force: there may be no modules."""
         if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
             return find_session()
         return self._require_session(device_type, None)
 
     def _acts_without_region(self) -> bool:
-        """Return whether the changes, or the watchers, need a session before the first region."""
+        """Return whether a session may be opened outside of regions."""
         if self._changes.kind is Kind.NOTHING:
             return self._is_watching
         return self._changes.kind is not Kind.LISTS
@@ -199,7 +199,7 @@ class Takeover:
                 return original(region)
             if has_own_amp():
                 return self._enter_beside_amp(original, region)
-            # Inside a backward pass, it is torch.utils.checkpoint that enters the region, not the script.
+            # Inside a backward pass, it is usually torch.utils.checkpoint that enters the region, not the script.
             has_own_region = self._whole_script.is_entered or self._refuses_regions
             if has_own_region and get_backward_id() == -1:
                 raise HasRegionsError(HAS_REGIONS)
@@ -211,7 +211,7 @@ class Takeover:
                 session = self._require_session(region.device, dtype)
                 if session is not None:
                     self._join_calls(session)
-            if session is None or session.device_type != region.device:
+            if session is None or not self._changes.apply_to(region.device, session):
                 return original(region)
             try:
                 self._changes.adapt(region, session)
@@ -258,7 +258,7 @@ class Takeover:
         needs_entering = self._everywhere and not self._whole_script.is_entered
         if session is None or needs_entering or not session.knows(module):
             root = find_root(module)
-            if next(root.parameters(), None) is not None:  # a criterion has no parameters, and is no model
+            if next(root.parameters(), None) is not None:  # a root without parameters, such as a criterion, is no model
                 model = root
                 session = self._require_session_for(model)
         if session is None:
@@ -273,7 +273,7 @@ class Takeover:
         return changed_args
 
     def _require_session_for(self, model: nn.Module) -> NativeSession | None:
-        """Return the session in force, or open one if there is something to do for this call of a model."""
+        """Return the session for this call of a model. Open one if there is none and it is needed, else return None."""
         device_type = next(model.parameters()).device.type
         self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:

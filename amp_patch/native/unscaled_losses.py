@@ -16,12 +16,12 @@ from .roots import find_line
 from .unscaled_gradients import Version, read_version
 
 _LOOKED_AT = 16
-"""The number of nodes of a loss's graph that are searched for a factor. A script multiplies the loss itself, or a value
-from which one or two ops compute the loss.
+"""About the number of nodes in the graph of the losses that are searched for a factor. A script usually multiplies the
+loss itself, or a value from which one or two ops compute the loss.
 """
 
 _POWERS = {"MulBackward0": 1.0, "DivBackward0": -1.0}
-"""Nodes that have a factor, each with the power of it that multiplies the loss."""
+"""Nodes with a factor, each with a power: a division by x multiplies by x to the power -1."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Watched:
 
     Attributes:
         parameter: had a gradient at the last `scaler.step` of the optimizer.
-        gradient_id: the id of the gradient after the last backward pass or step; None without one.
+        gradient_id: the id of the gradient after the last backward pass or step.
         passed_at: the line of the first backward pass that made or changed the gradient, if it is not explained; "" if
             there was none.
         factors: the numbers by which the losses of these passes were multiplied.
@@ -39,7 +39,7 @@ class _Watched:
     """
 
     parameter: Tensor
-    gradient_id: int | None
+    gradient_id: int
     passed_at: str = ""
     factors: tuple[float, ...] = ()
     is_explained: bool = False

@@ -23,7 +23,7 @@ class _ThreadState(threading.local):
     """The state of one thread.
 
     Attributes:
-        region: the torch.autocast object of the thread's region, or None until this thread calls a model.
+        region: the torch.autocast object of the thread's region, or None before it begins.
         is_disabled_for_step: whether the region is disabled because an optimizer step runs.
         inference_depth: the number of open torch.inference_mode blocks.
         began_in_inference: whether the region began inside an inference_mode block that is still open.
@@ -36,18 +36,19 @@ class _ThreadState(threading.local):
 
 
 _THREAD_STATE = _ThreadState()
-"""Shared by all installations: a thread that runs on after an installation was removed is still in its region, and the
-next installation uses that region."""
+"""Shared by all installations: after one was removed, another thread may still be in its region, and the next
+installation uses that region."""
 
 
 class WholeScript:
-    """Puts each thread in one region, from its first call of a model on. Backward passes run with
-    autocast disabled, and so do optimizer steps without a closure.
+    """Puts each thread in one region, from its first call of a model on.
+
+    Backward passes run with autocast disabled, and so do optimizer steps without a closure.
 
     Args:
         low: the dtype of the region.
         open_session: called with a device type and `low`. Opens the session whose lists decide in the region.
-        has_own_amp: returns whether the script called `amp.initialize` itself. If it did, there is no region.
+        has_own_amp: returns whether the script called `amp.initialize` itself. Then no region is entered.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class WholeScript:
         return self._thread.region is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Patch the functions that decide where the region begins and where it is disabled."""
+        """Patch the functions around which the region begins, is disabled or restored, and `Tensor.numpy`."""
         patcher = Patcher()
         undo.callback(references.undo, [patcher], ())
         patcher.install(

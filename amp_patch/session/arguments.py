@@ -274,12 +274,14 @@ def find_vanishing_eps(optimizers: Sequence[Optimizer], policy: Policy) -> list[
 def choose_policy(
     opt_level: str, arguments: Mapping[str, Any], presets: str | os.PathLike[str] | None, *, has_models: bool = True
 ) -> Policy:
-    """Return the policy that the arguments ask for. If a command runs the script, as `amp-patch run --opt-level O4`,
-    the settings of the command take precedence. If they replace the level, a line is logged.
+    """Return the policy that the arguments ask for.
+
+    Settings of a command, as in `amp-patch run --opt-level O4`, take precedence. If they replace the level, a line is
+    logged.
     """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)
-    is_replaced = level != opt_level  # a command runs the script at another level
+    is_replaced = level != opt_level  # the script runs at another level than it asks for
     if is_replaced and "lists" in overrides and make(level, {}, presets=presets).low_dtype is None:
         dropped.append("lists")
         del overrides["lists"]

@@ -30,8 +30,9 @@ from ..training import (
 class Bindings:
     """Binds and releases models and optimizers.
 
-    To bind a model is to cast and hook it (`ModelBinding`). To bind an optimizer is to give it masters, at levels with
-    masters, and to replace its `step`, `zero_grad` and `add_param_group` (`OptimizerBinding`).
+    To bind a model is to hook it, and to cast it at levels that cast models (`ModelBinding`). To bind an optimizer is
+    to give it masters, at levels with masters, and to replace its `step`, `zero_grad` and `add_param_group`
+    (`OptimizerBinding`).
 
     Args:
         rules: the module rules of the session's lists.
@@ -59,7 +60,7 @@ class Bindings:
         self._switch = switch
         self._binds_at_calls = find_root is not None
         self.regions: RuleRegions | None = None
-        if rules and policy.low_dtype is not None and policy.cast_model_type is None:
+        if rules and policy.low_dtype is not None and policy.patch_torch_functions:
             self.regions = RuleRegions(rules, switch, policy.low_dtype, find_root)
         self._cache = cache
         self.masters = Masters()
@@ -172,7 +173,7 @@ class Bindings:
         if models and not self._binds_at_calls:
             self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
             self.warn_of_unused_rules()
-        self.gradients.flush()  # a new optimizer may share parameters with a bound one, which has scaled gradients
+        self.gradients.flush()  # a new optimizer may share parameters with a bound one, whose gradients may be scaled
         added = []
         for optimizer in optimizers:
             added.append(

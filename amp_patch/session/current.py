@@ -58,14 +58,15 @@ def initialize(
     """Apply a policy to models and optimizers. See `amp_patch.initialize`.
 
     If no session is in force, open one. If the session in force has the same policy, device type and op lists, add the
-    models and optimizers to it. Otherwise raise SessionError. Returns the session that is in force afterwards.
+    models and optimizers to it. Otherwise raise SessionError, unless the arguments say to replace it. Returns the
+    session that is in force afterwards.
 
     Args:
         num_losses: the number of losses, each of which gets a loss scaler.
         replace: close the session in force, and open a new one, even if their policies are equal.
         replace_other: close a session in force with another policy, instead of raising SessionError.
         accept_low: accept models that have 16-bit parameters already.
-        overflow_group: the process group or DeviceMesh whose ranks skip the same steps; None if there is none.
+        overflow_group: see `amp_patch.initialize`.
     """
     request = _Request(policy, device_type_of(models), models, optimizers, num_losses, accept_low, overflow_group)
     with state.lock:
@@ -134,7 +135,7 @@ def _join(session: Session, request: _Request) -> None:
     optimizers = _find_unbound(session, request)
     # check
     request.check_models(models)
-    request.check_optimizers(optimizers, models)
+    request.check_optimizers(optimizers, request.models)
     session.check_that_no_block_runs()
     # apply
     session.make_scalers(request.num_losses)
@@ -197,7 +198,10 @@ def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Modul
     alive = session.models()
     remedies = "call amp.reset() first, or pass replace=True"
     if not alive:
-        return f"opt_level {level} is in force for a session block, and {wanted} was asked for: leave the block first"
+        return (
+            f"opt_level {level} is in force for code without a model, and {wanted} was asked for: leave the block"
+            " of its session, or call amp.reset(), first"
+        )
     if any(model in alive for model in given):
         return (
             f"this {describe(given)} is initialized already, at {level}, and {wanted} was asked for: {remedies}."
@@ -244,7 +248,7 @@ def open_session(
 
 
 def without_casts() -> contextlib.AbstractContextManager[None]:
-    """Context manager: while the block runs, no op of this thread is cast."""
+    """Context manager: while the block runs, amp casts no op of this thread."""
     session = state.session
     return contextlib.nullcontext() if session is None else session.without_casts()
 
@@ -358,8 +362,8 @@ def disable() -> None:
             level, alive = state.session.policy.opt_level, state.session.models()
             if not alive:
                 raise SessionError(
-                    f"opt_level {level} is in force for a session block: leave the block before"
-                    " initialize(enabled=False)"
+                    f"opt_level {level} is in force for code without a model: leave the block of its session, or"
+                    " call amp.reset(), before initialize(enabled=False)"
                 )
             raise SessionError(
                 f"opt_level {level} is in force for {describe(alive)}, still in use: call amp.reset() before"

@@ -58,7 +58,7 @@ class Installer:
         self.patcher = Patcher()
         self._registered = tuple(registered)
         self._module_patcher = Patcher()  # patches that `is_patched` and `stats` do not count
-        self._lock = threading.RLock()  # held when an import makes patches, and later: imports run in any thread
+        self._lock = threading.RLock()  # imports may make patches, in any thread
         self._patches_ops = casts is not None or products is not None
 
     def install(self, undo: UndoStack) -> None:

@@ -51,7 +51,7 @@ class Session:
     """
 
     gives_way = False
-    """Whether `initialize` replaces this session without an error: True if the user did not open it by `initialize`."""
+    """Whether `initialize` replaces this session without an error. True for a session that the script did not open."""
 
     find_root: Callable[[nn.Module], nn.Module] | None = None
     """None if models are given to `open`. A session that binds a model when the script first calls it sets a function,
@@ -131,8 +131,9 @@ class Session:
         self._installer.remove_patches_of_ops()
 
     def observing_all(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, all listed ops are patched, so that watchers can observe them. It
-        changes nothing in a session of `initialize`, which patches them when it opens, if its level patches functions.
+        """Return a context manager. Inside its block, ops are patched for watchers that observe all ops.
+
+        Here it does nothing: a session patches the ops of its lists when it opens.
         """
         return contextlib.nullcontext()
 
@@ -216,7 +217,7 @@ class Session:
         return [optimizer for optimizer in bound if optimizer is not None]
 
     def trained_parameters(self) -> list[Tensor]:
-        """Return the parameters that the optimizers update: masters, or parameters of the models."""
+        """Return the parameters that the optimizers update: masters, where there are some."""
         return [parameter for binding in self.bindings.optimizers() for parameter in binding.groups.parameters()]
 
     def find_master(self, parameter: Tensor) -> Tensor | None:

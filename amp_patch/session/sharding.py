@@ -99,7 +99,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
 
     Raises:
         ArgumentTypeError: `given` is something else, or it is a group or mesh and torch.distributed is not initialized.
-        ModelError: no mesh or group of shards contains the ranks of all others.
+        ModelError: no mesh or group of shards contains the ranks of all others, and `given` does not either.
     """
     if given is False or not (dist.is_available() and dist.is_initialized()):
         if given:
@@ -113,13 +113,17 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     shard_groups: dict[frozenset[int], Sequence[Any]] = {}
     sharded: list[Any] = [parameter for parameter in parameters if get_local_tensor(parameter) is not None]
     for mesh in {parameter.device_mesh for parameter in sharded}:
-        shard_groups[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh)
+        is_member = mesh.get_coordinate() is not None  # torch makes no groups of a mesh for other ranks
+        shard_groups[frozenset(mesh.mesh.flatten().tolist())] = _groups_of(mesh) if is_member else ()
     for model in models:
         for module in model.modules():
             if is_instance_of(module, _FSDP, "FullyShardedDataParallel"):
                 group: Any = module.process_group
                 shard_groups[frozenset(dist.get_process_group_ranks(group))] = _groups_of(group)
     if not shard_groups:
+        return groups
+    ranks_of_given = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+    if all(ranks <= ranks_of_given for ranks in shard_groups):
         return groups
     largest = max(shard_groups, key=len)
     # no group has all ranks of two such meshes, so the ranks could not decide together
@@ -128,10 +132,6 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"
             " that step together to initialize, as overflow_group"
         )
-    if not groups:
-        return shard_groups[largest]
-    if largest <= {rank for group in groups for rank in dist.get_process_group_ranks(group)}:
-        return groups
     return [*groups, *(group for group in shard_groups[largest] if all(group is not listed for listed in groups))]
 
 

@@ -67,6 +67,18 @@ def test_the_norm_covers_sparse_and_complex_gradients():
     assert entries["amp/grad_norm"] == pytest.approx((4 + 4 + 1 + 1 + 9 + 9) ** 0.5)
 
 
+def test_the_norm_covers_float64_gradients():
+    net = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    net(torch.ones(1, 2).double()).sum().backward()
+    amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
+    entries = {}
+    track = Tracker(lambda tag, value, step: entries.update({tag: value}), every=1)
+    track(optimizer)
+    track.flush()
+    assert entries["amp/grad_norm"] == pytest.approx(3**0.5)
+
+
 def test_a_skipped_step_is_seen():
     entries = []
     options = {"loss_scale": {"init": 2.0**8}}

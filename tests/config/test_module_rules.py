@@ -201,6 +201,12 @@ def test_ops_inside_follow_the_rule_bitwise(level, write):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
+def test_rules_hold_at_a_patching_level_with_a_float32_model_type(write):
+    model, _ = make("O4", write(['{match: "blocks.0", run: float32}']), cast_model_type=torch.float32)
+    model(batch())
+    assert set(model.blocks[0].dtypes) == {torch.float32} and model.blocks[1].dtypes[0] is LOW
+
+
 @pytest.mark.parametrize("match", ["layers", "layers.**", "**"])
 @pytest.mark.parametrize("level", ["O4", "O5"])
 def test_a_rule_for_a_container_acts_in_what_it_holds(level, match, write):

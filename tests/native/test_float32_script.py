@@ -134,6 +134,7 @@ def test_weights_that_were_low_before_are_widened_once_and_narrow_again():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(LOW)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     weights = list(model.parameters())
+    model[0].bias.grad = torch.ones_like(model[0].bias)
     end = Float32Script().start()
     for _ in range(2):
         model(torch.ones(3, 2)).square().sum().backward()
@@ -141,7 +142,8 @@ def test_weights_that_were_low_before_are_widened_once_and_narrow_again():
     assert all(a is b and a.dtype is torch.float32 for a, b in zip(model.parameters(), weights, strict=True))
     assert model[1].running_mean.dtype is torch.float32
     end()
-    assert {tensor.dtype for tensor in (*weights, model[1].running_mean)} == {LOW}
+    gradients = [weight.grad for weight in weights]
+    assert {tensor.dtype for tensor in (*weights, *gradients, model[1].running_mean)} == {LOW}
 
 
 def test_a_model_in_another_thread_is_in_float32_too(script):

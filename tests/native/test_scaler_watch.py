@@ -285,6 +285,13 @@ def float16_alone(t: Training) -> None:
     t.optimizer.zero_grad()
 
 
+def float16_with_a_disabled_scaler(t: Training) -> None:
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.scale(t.loss()).backward()
+    disabled.step(t.optimizer)
+    t.optimizer.zero_grad()
+
+
 def loss_outside(t: Training) -> None:
     with torch.autocast("cpu", torch.float16):
         output = t.model(t.x)
@@ -360,6 +367,7 @@ TOLD = [
     (clamp_by_hand, Kind.CLIPPED),
     (clip_values, Kind.CLIPPED),
     (float16_alone, Kind.NO_SCALER),
+    (float16_with_a_disabled_scaler, Kind.NO_SCALER),
     (loss_outside, Kind.LOSS_OUTSIDE),
     (scaled_bfloat16, Kind.SCALED_BFLOAT16),
     (schedule_all_steps, Kind.SCHEDULED_SKIP),
@@ -414,6 +422,13 @@ def low_weights(t: Training) -> None:
     t.finish()
 
 
+def no_update_with_low_weights(t: Training) -> None:
+    t.model.half()
+    t.optimizer = torch.optim.Adam(t.model.parameters(), fused=True)
+    no_update(t)
+    t.scaler.step(t.optimizer)
+
+
 RAISING = [
     (never_scaled, Kind.UNSCALED_LOSS),
     (update_first, Kind.NOTHING_SCALED),
@@ -423,6 +438,7 @@ RAISING = [
     (closure, Kind.CLOSURE),
     (zeroed, Kind.NO_GRADIENTS),
     (low_weights, Kind.LOW_WEIGHTS),
+    (no_update_with_low_weights, Kind.MISSING_UPDATE),
 ]
 
 

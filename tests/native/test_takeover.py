@@ -272,6 +272,36 @@ def lbfgs() -> None:
     optimizer.step(closure)
 
 
+def test_a_fused_step_on_float16_weights_runs_where_steps_are_watched() -> None:
+    model = nn.Linear(4, 4).half()
+    optimizer, scaler = torch.optim.Adam(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    end = native.start(native.Takeover(needs_region=True), is_watched=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.ones(2, 4)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    end()
+    assert optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:the lists apply to")
+def test_nothing_is_cast_without_casts_in_a_region_of_another_dtype() -> None:
+    with native.install(lists="bfloat16"):
+        for dtype in DTYPES:
+            with torch.autocast("cpu", dtype):
+                with current.without_casts():
+                    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+                assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is dtype
+
+
+def test_o0_disables_regions_on_each_type_of_device() -> None:
+    with native.install("O0"):
+        with torch.autocast("cpu", torch.bfloat16):
+            current.require().device_type = "cuda"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.float32
+
+
 def evaluate_then_train_plainly() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         nn.Linear(2, 2)(torch.ones(1, 2))

@@ -145,6 +145,14 @@ def test_an_optimizer_without_any_of_the_parameters_is_warned_about():
     del other
 
 
+def test_an_optimizer_of_an_earlier_model_may_come_with_a_later_one(recwarn):
+    model, optimizer = make()
+    later, _ = make(seed=1)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    amp.initialize([model, later], optimizer, opt_level="O1", verbosity=0)
+    assert not recwarn.list
+
+
 def test_what_is_chosen_is_said_once(capsys):
     model, optimizer = make()
     amp.initialize(model, optimizer, opt_level="O2", compute="native")

@@ -127,7 +127,7 @@ def test_a_session_that_took_over_inside_of_a_scope_stays():
 
 
 def test_amp_is_not_disabled_inside_a_session_block():
-    with amp.session("O4", device="cpu"), pytest.raises(amp.SessionError, match="leave the block"):
+    with amp.session("O4", device="cpu"), pytest.raises(amp.SessionError, match="leave the block of its session"):
         amp.initialize(make_model(), enabled=False)
 
 

@@ -16,6 +16,7 @@ from torch_state import VERSION
 from training import backward
 
 import amp_patch as amp
+from amp_patch.session.sharding import find_groups
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one pair for all
 
@@ -277,6 +278,20 @@ def train_without_shards(rank):
 def test_a_rank_without_shards_takes_part(ranks):
     first, second = ranks(train_without_shards)
     assert first == second and first[0] == 3
+
+
+def groups_of_separate_shards(rank):
+    """The groups for two parameters, each sharded over a mesh of one rank, if the script names the group of both."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    meshes = [dist.device_mesh.DeviceMesh("cpu", [member]) for member in range(2)]
+    parameters = [nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)])) for mesh in meshes]
+    return [dist.get_process_group_ranks(group) for group in find_groups([], parameters, dist.group.WORLD)]
+
+
+@needs_fsdp2
+def test_a_given_group_joins_shards_of_separate_ranks(ranks):
+    assert ranks(groups_of_separate_shards) == [[[0, 1]], [[0, 1]]]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
