@@ -37,7 +37,10 @@ rescale_ = unscaling.rescale_
 
 @functools.cache
 def _read_apex_list() -> list[tuple[str, str, str]]:
-    """Return the entries of the op list `lists/apex.yaml`, such as ("torch.Tensor", "matmul", "whitelist")."""
+    """Return owner, name and rule of the entries of `lists/apex.yaml` for ops that this torch has.
+
+    An item is ("torch.Tensor", "matmul", "whitelist"), for example.
+    """
     session = current.state.session
     # loading a list looks ops up in torch, and must find torch's own functions, so take the session's patches off
     with contextlib.nullcontext() if session is None else session.patcher.suspended():
@@ -52,8 +55,7 @@ def _read_apex_list() -> list[tuple[str, str, str]]:
 def list_names(owner: str, rule: str) -> list[str]:
     """Return the names that the op list `lists/apex.yaml` has for an owner and a rule.
 
-    For example, `list_names("torch.Tensor", "whitelist")` contains "matmul". In-place twins, such as "exp_", are not
-    entries of the list.
+    For example, `list_names("torch.Tensor", "whitelist")` contains "matmul".
     """
     names: list[str] = []
     for op_owner, name, op_rule in _read_apex_list():
@@ -71,7 +73,7 @@ def replace_registered(removed: Sequence[Registration], added: Sequence[Registra
 
 
 def is_disabled() -> bool:
-    """Return whether amp's functions do nothing, because the last `initialize` had `enabled=False`."""
+    """Return whether amp is disabled, as by `initialize(enabled=False)`."""
     return current.state.is_disabled
 
 
@@ -104,9 +106,8 @@ def open_session(
 ) -> Session:
     """Add models and optimizers to the session in force if it has the same policy, device type and op lists.
 
-    Otherwise open a new session in its place. Returns the session. If it existed before, its loss scalers start anew,
-    because Apex made new ones in each `initialize`. The lists of `amp-patch run --lists` are added after the lists of
-    the policy.
+    Otherwise open a new session in its place. Returns the session. If it existed before, its loss scalers start anew.
+    The lists of a command, such as `amp-patch run --lists`, are added after the lists of the policy.
 
     Args:
         replace: open a new session in any case.
@@ -146,7 +147,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore torch's own functions. Also close a session without models, such as the session that `init` opens."""
+    """Restore torch's own functions. Close a session without models, such as the session that `init` opens."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -264,7 +265,7 @@ class OptimizerView:
         self._gradients.unscale(self._binding.flags)
 
     def is_next_step_skipped(self) -> bool:
-        """Return whether the next `step()` will be skipped. Waits for the device."""
+        """Return whether the next `step()` will be skipped. May wait for the device."""
         return self._binding.flags.will_skip()
 
 
@@ -287,7 +288,7 @@ class HandScaledPass:
     def begin(self) -> None:
         """Enter a `scale_loss` block for the gradients, with a placeholder as its loss.
 
-        Does nothing if the optimizer was freed. Opens no block while amp is disabled.
+        Does nothing if the optimizer was freed. Raises SessionError without a session.
         """
         optimizer = self._optimizer()
         if optimizer is None:

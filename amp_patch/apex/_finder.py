@@ -30,7 +30,7 @@ _TOP_LEVEL = ("amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 """Compiled modules of Apex, imported as `import amp_C`, that the stand-in has."""
 
 _NVIDIA_PARTS = (*PARTS, "fused_dense", "transformer")
-"""An installed `apex` that has one of these subpackages is NVIDIA's."""
+"""An installed `apex` that has one of these subpackages is taken for NVIDIA's."""
 
 
 class _AliasLoader(importlib.abc.Loader):
@@ -56,12 +56,12 @@ class _AliasLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
-        If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask this loader, and Python would
+        If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask a loader, and Python would
         set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay an object.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # its attributes with the names of submodules are these submodules, so Python may set them
+        if alias == "apex":  # it has no such attributes, so its submodules need no names yet
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -71,8 +71,8 @@ class _AliasLoader(importlib.abc.Loader):
 class ApexFinder(importlib.abc.MetaPathFinder):
     """Finds `apex`, its submodules, and the compiled modules of Apex that the stand-in has.
 
-    An installed `apex` is *replaced* (nothing of it is found), *completed* (only the parts that it lacks come from the
-    stand-in) or *left alone* (nothing comes from the stand-in); see `_examine`.
+    An installed `apex` is *replaced* (nothing of it is found), *completed* (parts that it lacks come from the stand-in)
+    or *left alone* (nothing comes from the stand-in); see `_examine`.
 
     Args:
         package: the name of the stand-in, "amp_patch.apex".
@@ -178,7 +178,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Context manager in which this finder finds nothing, in this thread.
+        """Context manager in which this finder finds no `apex`, in this thread.
 
         Other finders may go through `sys.meta_path` themselves, and would call this finder in a circle.
         """
@@ -241,8 +241,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
 
         NVIDIA's Apex with `amp` is left alone, and NVIDIA's Apex without `amp` is completed. An `apex` of another
-        project is replaced, and with `force` any `apex` is. Logs a warning if an `apex` is left alone, or is not
-        NVIDIA's.
+        project is replaced, and with `force` any `apex` is. If none is installed, the stand-in is alone. Logs a warning
+        if an `apex` is left alone, or is not NVIDIA's.
 
         Args:
             spec: the spec of the installed `apex`, or None if there is none.
@@ -283,9 +283,12 @@ class ApexFinder(importlib.abc.MetaPathFinder):
         loader.exec_module = exec_module
 
     def _complete(self, module: ModuleType) -> None:
-        """Give an installed `apex` a `__getattr__`, so that `apex.amp` imports the part `amp` of the stand-in."""
+        """Give an installed `apex` a `__getattr__`, so that `apex.amp` imports the part `amp` of the stand-in.
+
+        Do nothing if it has one already.
+        """
         if "__getattr__" in vars(module):
-            return  # the package has a `__getattr__` of its own, which must not be replaced
+            return
 
         def get_part(name: str) -> Any:
             if name in PARTS:

@@ -1,4 +1,4 @@
-"""The parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and a modern replacement."""
+"""Parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and a modern replacement."""
 
 _GONE = {
     "apex.amp.wrap": (
@@ -64,7 +64,7 @@ _GONE = {
     ),
     "apex.contrib.transducer": "the loss of RNN transducers: use torchaudio.functional.rnnt_loss",
     "apex.parallel.optimized_sync_batchnorm_kernel": "the kernel of a layer: use apex.parallel.SyncBatchNorm",
-    # functions that only Apex's own optimizers called
+    # functions for Apex's own optimizers
     "amp_C.multi_tensor_adagrad": "Adagrad: use torch.optim.Adagrad(fused=True)",
     "amp_C.multi_tensor_adam_capturable": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
     "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
@@ -83,8 +83,8 @@ COMPILED = {
     "syncbn": "the kernels behind SyncBatchNorm: use apex.parallel.SyncBatchNorm",
     "xentropy_cuda": "the kernels behind a cross entropy: use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
-"""Apex's compiled modules that the stand-in lacks. The doctor reports them. Importing one raises Python's usual error
-without advice, because scripts only try the import to find out whether the module exists.
+"""Compiled modules of Apex that the stand-in lacks. Importing one raises Python's usual error without advice, because
+scripts may try the import only to find out whether the module exists.
 """
 
 

@@ -6,8 +6,8 @@ chunk size (ignored), a flag (one integer element) and `tensor_lists`. They writ
 function sets the flag back to 0. The docstring of such a function begins with the names of its lists, in their order:
 "[inputs, outputs]" means that `tensor_lists` is a list of inputs and a list of outputs.
 
-Some functions that only Apex's own optimizers called are left out: see `_gone`. Unlike Apex's, `multi_tensor_lamb` does
-not change gradients. `multi_tensor_sgd` waits for the device, because it reads the flag.
+Some functions are left out: see `_gone`. Unlike Apex's, `multi_tensor_lamb` does not change gradients.
+`multi_tensor_sgd` waits for the device, because it reads the flag.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def _multiply(tensors: Tensors, factor: float, flag: Tensor | None = None) -> li
     """Return copies in float32 (float64 for float64), times `factor`. Set `flag`, if given, for inf and NaN."""
     copies = [torch.empty_like(tensor, dtype=updates.full_dtype(tensor)) for tensor in tensors]
     if copies:
-        # one launch for all tensors, where `Tensor.to` would take one for each
+        # few launches for all tensors, where `Tensor.to` would take one for each
         foreach_copy_(copies, list(tensors))
     for (part,) in group(copies):
         found_inf = torch.zeros((), dtype=torch.float32, device=part[0].device)
@@ -246,7 +246,7 @@ def update_scale_hysteresis(
 
     Does not wait for the device. From the `hysteresis`-th overflow in a row on, each overflow multiplies the scale by
     `backoff_factor`. `growth_interval` good steps in a row multiply it by `growth_factor`, unless that gives inf. A
-    scale below the smallest normal number becomes 0, as in Apex, whose kernels flushed such numbers to 0.
+    scale that falls below the smallest normal number becomes 0, as in Apex.
     """
     # `torch.where` instead of `if`, which would wait for the device
     is_overflow = found_inf > 0

@@ -1,4 +1,4 @@
-"""`fused_layer_norm_cuda`, the compiled module behind Apex's norms. Many repositories call it directly.
+"""`fused_layer_norm_cuda`, the compiled module behind Apex's norms, which scripts may call directly.
 
 A *row* is a part of the input that is normalized by itself. A forward function returns the output and the statistics of
 the rows, of shape (rows,), in float32 (float64 for float64). For LayerNorm, these are the means and the inverse
@@ -129,7 +129,7 @@ def _rows(input: Tensor, shape: Shape) -> Tensor:
 
 
 def _differentiate(function: Callable[..., Tensor], dout: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the gradients of the tensors, in their dtypes."""
+    """Return the gradients of the tensors, each in the dtype of its tensor."""
     with torch.enable_grad():
         # run the forward again, at full precision, because torch's backward takes the statistics in another form
         leaves = [_to_full(tensor).detach().requires_grad_() for tensor in tensors]

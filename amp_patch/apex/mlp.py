@@ -1,4 +1,4 @@
-"""`apex.mlp`: linear layers, each followed by an activation, computed by torch's own functions."""
+"""`apex.mlp`: linear layers, each followed by an activation, on torch's functions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ..errors import ModelError
 
 _NAMES = ("none", "relu", "sigmoid")
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x, F.relu, torch.sigmoid)
-"""Apex's functions choose an activation by its index here."""
+"""Apex's numbers of activations are their indices here."""
 
 
 def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MlpFunction(torch.autograd.Function):
-    """`mlp_function` as an autograd function, for scripts such as DLRM, which call its `forward` and `backward`."""
+    """`mlp_function` as an autograd function, for scripts that call its `forward` and `backward`."""
 
     @staticmethod
     def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         """Return None for `bias` and `activation`, then the gradients of `args`. Computes the layers a second time."""
-        # autograd runs a backward with gradients disabled, but the second forward needs them
+        # autograd usually runs a backward with gradients disabled, but the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             output = mlp_function(ctx.bias, ctx.activation, *args)
@@ -99,5 +99,5 @@ class MLP(nn.Module):
         return mlp_function(self.bias, self.activation, input, *self.weights, *self.biases)
 
     def extra_repr(self) -> str:
-        """Return the text that `print(model)` shows."""
+        """Return the text that `print(model)` shows in the brackets of this layer."""
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={_NAMES[self.activation]}"

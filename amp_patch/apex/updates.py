@@ -7,8 +7,8 @@ back. Call them under `torch.no_grad()`.
 
 `sgd_` and `adam_` use the kernels behind `torch.optim.SGD(fused=True)` and `AdamW(fused=True)` where a kernel supports
 the tensors: one launch updates many tensors. They take a flag `found_inf`, a 0-dim float32 tensor or None: if it is 1,
-they change nothing. No function waits for the device, with one exception: if no kernel supports the tensors, `sgd_` and
-`adam_` read the flag on the host, and `adam_` reads a `step` that is a tensor.
+they change no values. The functions do not wait for the device, except these two if no kernel supports the tensors and
+the flag or `step` is a tensor.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
 b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
@@ -56,8 +56,8 @@ def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
     """Split the lists into parts of one device, and of one dtype for each list. Yield the lists of each part.
 
     All yielded tensors are at full precision; 16-bit tensors are copied for that. Write
-    `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. After the body, such
-    copies of `changed` tensors are copied back to them.
+    `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. At the end of the body,
+    such copies of `changed` tensors are copied back to them, unless the body leaves the loop.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -120,7 +120,7 @@ def sgd_(
     m = g if `is_first`, else momentum m + (1 - dampening) g
     p -= lr m, or with `is_nesterov` p -= lr (g + momentum m)
 
-    If `momentum` is 0 or `momenta` is None, p -= lr g.
+    If `momentum` is 0, p -= lr g, and `momenta` may be None.
     """
     options: dict[str, Any] = {
         "lr": lr,
@@ -361,7 +361,7 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
     """Run a kernel on `lists` (parameters, gradients and moments), and return True.
 
     Return False, and change nothing, if torch has no such kernel for the device, or if the kernel does not support the
-    tensors. It reads memory in order, so a parameter, its gradient and its moments must have the same memory layout
+    tensors. Kernels read memory in order, so a parameter, its gradient and its moments must have the same memory layout
     (`_have_same_layout`).
     """
     if not all(map(_have_same_layout, *lists)):

@@ -59,9 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write or check a contract, and return the exit code.
 
-    0: the contract was written, or it holds. 1: it does not hold, or it could not be written. 2: it could not be
-    judged, because the contract cannot be read, the script fails, or the contract is for another script. With --update,
-    0 also if the contract did not hold and was written anew.
+    0: the contract was written, or it holds. 1: it does not hold, or it could not be written. 2: it could not be judged
+    or updated, for example because the contract cannot be read, the script fails, or the contract is for another
+    script. With --update, 0 also if the contract did not hold and was written anew.
     """
     check_is_named(arguments)
     if arguments.update and arguments.against is None:
@@ -121,7 +121,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _tell(verdict: "Verdict", arguments: argparse.Namespace) -> None:
-    """Print the verdict, in GitHub Actions also as annotations, and write it as JSON."""
+    """Print the verdict, in GitHub Actions also as annotations. With --json, write it as JSON."""
     from ..insight.checking import format_verdict
 
     print_report(format_verdict(verdict, str(arguments.against)), [verdict.holds])
@@ -201,7 +201,7 @@ def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: boo
 
 
 def _annotate(verdict: "Verdict", script: str | None) -> None:
-    """Print the broken promises as commands of GitHub Actions, which shows them at their lines of the script."""
+    """Print the broken promises as commands of GitHub Actions, with the line of the script if it is known."""
     for broken in verdict.breaks:
         place = ""
         file, _, line = broken.site.rpartition(":")

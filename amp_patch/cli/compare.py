@@ -1,7 +1,7 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`, at least twice for each of the --runs: for losses and times, and
-for layers, whose measurement would make steps slower.
+The script runs unmodified, as under `amp-patch run`, usually at least twice for each of the --runs: for losses and
+times, and for layers, whose measurement would make steps slower.
 """
 
 import argparse
@@ -117,8 +117,8 @@ def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
 
 
 def _advise(comparison: "Comparison") -> str:
-    """Return advice on a level for this machine. It recommends no level whose run failed, is worse than the reference
-    or was not faster, and no level that the script cannot run at.
+    """Return advice on a level for this machine. It recommends no 16-bit level whose run failed, is worse than the
+    reference or was not faster.
     """
     advice, verdicts, speeds = get_advice(comparison.recording.run.device), comparison.verdicts, comparison.speeds
     if not advice.levels:

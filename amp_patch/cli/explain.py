@@ -1,4 +1,4 @@
-"""`amp-patch explain`: shows the precision in which each op of a script ran, the rule that decided it, and the casts.
+"""`amp-patch explain`: shows the precision in which the ops of a script ran, the rules that decided it, and the casts.
 
 The script runs unmodified, as under `amp-patch run`, until the steps to record have ended.
 """
@@ -125,7 +125,7 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
     if not recordings:
         raise SessionError("nothing to explain: the script called no model and no amp.initialize")
     taken = watched.steps[0]
-    if taken > last:
+    if taken >= last:
         raise SessionError(
             f"nothing to explain: steps {first}:{last} ended before the script entered torch.autocast; give --steps"
             f" {taken}:{taken + 1}"
@@ -137,7 +137,7 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
 
 
 def _hint_at_steps(taken: list[int], first: int) -> str:
-    """Return the advice to record the step in which the script failed, if it failed long before the asked steps.
+    """Return the advice to record the step in which the script failed.
 
     `taken`: the number of steps that each process took before the failure. Return "" if it is empty, or if the script
     failed in the step right before step `first`, or later.

@@ -65,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _find_low(names: list[str], lists: "config.OpLists") -> str:
-    """Return "bfloat16" if the lists name or extend the shipped list `bfloat16`, else "float16".
+    """Return the first of `names` that is "float16" or "bfloat16".
 
-    If both shipped lists are named, the first one counts. The list `bfloat16` extends the list `float16`, so one entry
-    of `bfloat16` is enough.
+    If there is none, return "bfloat16" if the lists extend the shipped list `bfloat16`, else "float16".
     """
     for name in names:
         if name in LOW_NAMES:
@@ -81,7 +80,7 @@ def _find_low(names: list[str], lists: "config.OpLists") -> str:
 
 
 def _format(explanation: "config.explain.Explanation", names: list[str], low: str) -> Iterator[str]:
-    """Yield the lines of the report, except those about module rules."""
+    """Yield the lines of the report, except lines about module rules."""
     import torch
 
     yield f"{explanation.op}, by {', '.join(names)} with {low} as the low dtype"

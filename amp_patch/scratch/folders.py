@@ -1,7 +1,4 @@
-"""`Folders`: the folders that the runs of a command write to.
-
-Only the process of the command uses it. In the process of a run, `redirect` does the rest.
-"""
+"""`Folders`: the folders that the runs of a command write to, as the process of the command makes and tidies them."""
 
 import contextlib
 import getpass
@@ -17,7 +14,7 @@ from collections import Counter
 from ..tables import count_of
 
 OUTSIDE = "elsewhere"
-"""The name of the folder, in the folder of a run, for files that the script wrote outside of its working directory."""
+"""The name of the folder, in the folder of a run, for files from outside of the command's working directory."""
 
 _CACHE_VARIABLES = (
     "CUDA_CACHE_PATH",
@@ -37,7 +34,7 @@ _CACHES_AT_HOME = (".cache", ".config/matplotlib", ".keras", ".matplotlib", ".nv
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 _SHOWN = 8  # the largest number of files and folders of a run that `describe` names
-_UNITS = ("bytes", "kB", "MB", "GB")
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def find_shared() -> list[str]:
@@ -61,8 +58,8 @@ def find_inductor_cache() -> str:
         return chosen
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
+    except (KeyError, OSError):  # the user has no entry in the password database, as in some containers
+        user = f"uid_{os.getuid()}"
     # the name that torch uses by default
     return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
@@ -77,10 +74,10 @@ class Folders:
     def __init__(self, command: str) -> None:
         self._command = command
         self._top = ""  # the folder around the folders of the runs; "" while there is none
-        self._kept: list[str] = []  # the folders of runs that wrote files
+        self._kept: list[str] = []  # the folders of runs whose files are kept
 
     def begin(self, name: str) -> str:
-        """Return an empty folder for a run."""
+        """Make an empty folder for a run, and return its path."""
         if not self._top:
             self._top = os.path.realpath(tempfile.mkdtemp(prefix=f"amp-patch-{self._command}-"))
         root = os.path.join(self._top, re.sub(r"[^\w.+-]+", "-", name))
@@ -89,10 +86,10 @@ class Folders:
         return root
 
     def end(self, root: str, *, keep: bool) -> None:
-        """Keep the files that the run wrote, if `keep` is True and there are any. Remove everything else in the folder.
+        """Keep the files that the run wrote, if `keep` is True and there are any. Else remove the folder.
 
-        Files that the script wrote to its working directory move to the top of the folder, and other files to the
-        folder `OUTSIDE` in it.
+        Files of the command's working directory move to the top of the folder, and other files to the folder `OUTSIDE`
+        in it. Temporary files are removed.
         """
         if keep and os.path.isdir(os.path.join(root, "files")):
             _leave_files(root)
@@ -126,7 +123,7 @@ class Folders:
 
 def _leave_files(root: str) -> None:
     """Turn the folder of a run, which holds layers and marks (see `view`), into a folder with the files of the run."""
-    # the script's working directory becomes the folder `root`, so `root` gets another name first
+    # what was written to the working directory becomes the folder `root`, so `root` gets another name first
     layers = root + ".part"
     os.rename(root, layers)
     files = os.path.join(layers, "files")
@@ -177,7 +174,8 @@ def _prune(folder: str) -> None:
 def _format_size(size: float) -> str:
     """Return a number of bytes with a unit."""
     unit = 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
+    # from 999.5 on, three digits would show 1e+03
+    while size >= 999.5 and unit < len(_UNITS) - 1:
         size /= 1000
         unit += 1
     return f"{size:.3g} {_UNITS[unit]}"

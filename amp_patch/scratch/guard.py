@@ -3,7 +3,7 @@
 A repeated run of a script writes to a folder of its own: the module `redirect` redirects its writes there. Only files
 in this folder and in shared folders, such as caches, may change. If another file is about to change, a write was not
 redirected, so the hook raises an error first. Python's own functions report to audit hooks the paths that they open or
-change; compiled code of packages does not.
+change; compiled code of packages may not.
 """
 
 import os
@@ -35,12 +35,12 @@ _PATHS: dict[str, tuple[int, ...]] = {
 }
 """For each audit event, the positions of the changed paths among its arguments.
 
-Events of `shutil` are left out, because each is followed by events of `os` about the same paths.
+Events of `shutil` are left out: its functions call `open` and functions of `os`, which have events of their own.
 """
 
 
 class NotRedirectedError(AmpError, PermissionError):
-    """A repeated run of a script would have changed a file outside of the folder of the run."""
+    """A repeated run of a script might have changed a file outside of the folder of the run."""
 
 
 class _InForce:
@@ -103,7 +103,7 @@ def _check_path(view: View, event: str, path: Any) -> None:
 
 
 def _resolve_links(path: str) -> str:
-    """Return an absolute path without links. os.path.realpath cannot be used: it would call replaced functions."""
+    """Return an absolute path without links. os.path.realpath would call replaced functions."""
     done, parts = "", path.split(os.sep)[:0:-1]  # the parts that are not resolved yet, the next one last
     for _ in range(1000):  # not for ever, because links may form a loop
         if not parts:
@@ -124,7 +124,7 @@ def _resolve_links(path: str) -> str:
 
 
 def _is_special(path: str) -> bool:
-    """Return whether a path is a device, a pipe or a socket: a write to it changes no file."""
+    """Return whether a path is a device, a pipe or a socket."""
     try:
         mode = lstat(path).st_mode
     except OSError:

@@ -1,4 +1,4 @@
-"""The functions of packages that open files in C or Rust, and wrappers that redirect their paths by a `View`."""
+"""Functions of packages that open files in compiled code, and wrappers that redirect their paths by a `View`."""
 
 import functools
 import importlib
@@ -60,14 +60,14 @@ PATH_FUNCTIONS: dict[str, Callable[[], list[PathFunction]]] = {
     "tokenizers": _of_tokenizers,
     "sqlite3": _of_sqlite,
 }
-"""For each package, a function that returns the package's path functions. Called once the package is imported."""
+"""For each package, a function that returns the package's path functions. Called after the package is imported."""
 
 _SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")
 """The suffixes of the files that SQLite keeps beside a database."""
 
 
 def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) -> Callable[..., Any]:
-    """Return a function that calls `original` with the redirected path."""
+    """Return a function that calls `original` with the redirected path, if it is given one."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

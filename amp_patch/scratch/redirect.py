@@ -21,7 +21,7 @@ from .view import View, make_folders
 _TEMPORARY = "temp"
 """The name of the folder for temporary files, in the folder of a run.
 
-Such files are always new, so they need no layers (see `view`), and other programs find them under their real paths.
+It has no layers (see `view`), so other programs find its files under their real paths.
 """
 
 _WITH_ORIGINALS = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
@@ -34,8 +34,8 @@ _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd"
 class _Replacement:
     """The replacement of a built-in function. As a class attribute it is not bound to instances, like a builtin.
 
-    OSErrors name the path as the script sees it, not the redirected one. If a disk is full, the error names the
-    redirected path, because that is on the full disk.
+    OSErrors name the path as the script sees it. If a disk is full, the error names the path to write instead, which
+    is on the full disk.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -67,7 +67,7 @@ class _Replacement:
 
 
 def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], None]:
-    """Redirect all writes of this process to the folder `root`, except writes to shared folders.
+    """Redirect the writes of this process to the folder `root`, except writes to shared folders.
 
     Reads find the files in `root` first. Temporary files go to `root`, too. A write that bypasses the redirection
     raises NotRedirectedError if Python reports it to audit hooks.
@@ -75,7 +75,7 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
     Args:
         root: the folder of the run.
         shared: folders in which the script reads and writes the real files.
-        inductor_cache: the folder for the cache of torch.compile, which would otherwise be among the temporary files.
+        inductor_cache: the folder for the cache of torch.compile.
 
     Returns the function that undoes the redirection.
     """
@@ -108,7 +108,7 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
 
 
 def _set_temporary(folder: str, undo: contextlib.ExitStack) -> None:
-    """Make `tempfile`, and programs that the script starts, put temporary files into a folder."""
+    """Make `tempfile`, and programs that read TMPDIR, put temporary files into a folder."""
     make_folders(folder)
     _set_variable("TMPDIR", folder, undo)
     if "tempfile" in sys.modules:
@@ -136,7 +136,7 @@ def _swap(owner: Any, name: str, value: Any, undo: contextlib.ExitStack) -> None
 
 
 def _swap_references(replacements: Sequence[Any], undo: contextlib.ExitStack) -> None:
-    """Replace functions in every module that has imported them by name, and in the default arguments of tempfile."""
+    """Replace functions in the globals of imported modules, and in default arguments of tempfile."""
     by_original = {id(replacement.__wrapped__): replacement for replacement in replacements}
     for owner in list(_find_holders()):
         for name, held in list(vars(owner).items()):
@@ -158,7 +158,7 @@ def _swap_defaults(function: Any, defaults: tuple[Any, ...], undo: contextlib.Ex
 
 
 def _find_holders() -> Iterator[Any]:
-    """Yield the imported modules in whose globals functions are replaced: all but modules that need the originals."""
+    """Yield the imported modules, except modules that need the original functions."""
     for name, module in list(sys.modules.items()):
         needs_originals = name in _WITH_ORIGINALS or name.startswith(f"{__package__}.")
         if isinstance(getattr(module, "__dict__", None), dict) and not needs_originals:
@@ -166,7 +166,10 @@ def _find_holders() -> Iterator[Any]:
 
 
 def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
-    """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import."""
+    """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import.
+
+    Does nothing without wrapt.
+    """
     try:
         import wrapt
     except ImportError:  # the script has started the Python of another environment, without wrapt

@@ -1,6 +1,6 @@
-"""`Redirected`: replacements of the functions of `os` and `io` that take paths.
+"""`Redirected`: replacements of functions of `os` and `io` that take or return paths.
 
-Each calls the original function with the path that a `View` returns: the path to read, or the path to write. `view`
+Most call the original function with the path that a `View` returns: the path to read, or the path to write. `view`
 explains located paths, the lower layer and marks.
 """
 
@@ -30,7 +30,7 @@ class Redirected:
         self._open_code = io.open_code
 
     def originals(self) -> dict[str, Callable[..., Any]]:
-        """Return the original functions of `os` by name. Some operating systems lack some of them."""
+        """Return the original functions of `os` by name. A function that the operating system lacks is left out."""
         return dict(self._os)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Redirected:
         if folder is None:
             names: list[Any] = self._os["listdir"](given if isinstance(given, int) else self._view.locate(given).direct)
             return names
-        return [_as_type(name, path) for name in self._list(folder, path)]
+        return [_as_type(name, given) for name in self._list(folder, given)]
 
     def scandir(self, path: Any = None) -> Any:
         given = "." if path is None else path
@@ -97,7 +97,7 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             location = self._view.locate(path)
-            # Where it can, the process is in the user's own folder: programs that it starts are not redirected, and
+            # Where it can, the process is in the user's own folder: programs that it starts may not be redirected, and
             # read the user's files there.
             is_real = location.is_shared or self._view.sees_lower(location.path)
             path = location.direct if is_real else self._view.path_to_read(path)
@@ -109,11 +109,7 @@ class Redirected:
         return self._view.path_to_read(path, follow=follow)
 
     def _find_merged(self, path: Any) -> str | None:
-        """Return the located path of a folder that must be listed from both layers.
-
-        Return None for a shared folder, and for a folder in which the run has added or removed nothing: the original
-        function can list these.
-        """
+        """Return the located path of a folder, for `_list`. None means that the original function can list it."""
         if isinstance(path, int):
             folder = self._view.path_of(path)
             if self._view.is_shared(folder):
@@ -142,7 +138,8 @@ class Redirected:
             path = self._view.path_to_read(path, dir_fd, follow=follow)
         else:
             is_new = bool(flags & os.O_EXCL and flags & os.O_CREAT)
-            self._check_mode(path, dir_fd)
+            if not is_new:
+                self._check_mode(path, dir_fd)
             path = self._view.path_to_write(
                 path, dir_fd, follow=follow, with_content=not flags & os.O_TRUNC, is_new=is_new
             )
@@ -165,8 +162,10 @@ class Redirected:
             if not set(mode) & set("wax+"):
                 path = self._view.path_to_read(file)
             else:
-                self._check_mode(file, None)
-                path = self._view.path_to_write(file, with_content="w" not in mode, is_new="x" in mode)
+                is_new = "x" in mode
+                if not is_new:
+                    self._check_mode(file, None)
+                path = self._view.path_to_write(file, with_content="w" not in mode, is_new=is_new)
         opened = self._open_file(path, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not file:
             lowest = getattr(opened, "buffer", opened)
@@ -212,7 +211,7 @@ class Redirected:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        # as on Linux, a link at the end of the path is not followed, whatever `follow_symlinks` says
+        # on Linux, os.link usually does not follow a link at the end of the path, even with `follow_symlinks`
         source = self._path_to_change(src, src_dir_fd, follow=False)
         self._os["link"](source, self._view.path_to_write(dst, dst_dir_fd, follow=False, is_new=True))
 
@@ -343,7 +342,7 @@ FUNCTIONS = tuple(
     for name in vars(Redirected)
     if not name.startswith("_") and name not in ("originals", "open_file", "open_code")
 )
-"""The names of the functions of `os` that are replaced."""
+"""The names of the functions of `os` to replace."""
 
 
 def _as_type(name: str, path: Any) -> Any:

@@ -4,12 +4,12 @@ the files from before the run.
 It works like overlayfs. Files that the run writes go to the folder `files` (the *upper layer*), under the paths that
 the script used: the script's `/data/log.txt` is `files/data/log.txt`. Files from before the run (the *lower layer*) are
 only read. Before the run changes such a file, the file is copied to the upper layer. If the run removes one, a *mark*
-in the folder `gone` hides the file, with everything below its path. Layers and marks are on disk, so all processes of a
-run see the same.
+in the folder `gone` hides the file, with everything below its path. Layers and marks are on disk, where the processes
+of a run share them. *Shared folders*, such as caches, have no layers: they are read and written in place.
 
 Three kinds of paths occur. A *script's path* is what the script passes to a function: it may be relative, and contain
-links. A *located path* is absolute and without links, in the file system as the script sees it. The *path to read* or
-*to write* is where the file really is.
+links. A *located path* is absolute, with links resolved, in the file system as the script sees it. The *path to read*
+or *to write* is where the file really is.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from io import BufferedWriter, FileIO  # by name: `redirect` replaces the attributes of io and os later
+from io import BufferedWriter, FileIO  # by name: `redirect` replaces attributes of io and os later
 from os import access, chmod, getcwd, link, lstat, mkdir, readlink, symlink, unlink, utime
 from os import close as _close_descriptor
 from os import listdir as _listdir
@@ -36,7 +36,7 @@ PathLike = int | str | bytes | os.PathLike[str] | os.PathLike[bytes]
 _SYSTEM = ("/dev", "/proc", "/sys")
 _MAX_LINKS = 40  # in one path, as on Linux
 _CHUNK = 2**24
-_TICK = 100_000_000  # 100 ms in nanoseconds: two changes further apart have different times (exact to 10 ms on disk)
+_TICK = 100_000_000  # 100 ms in nanoseconds; many file systems keep times to about 10 ms
 _PART = re.compile(r"[^/]+")
 
 
@@ -44,7 +44,7 @@ class Location(NamedTuple):
     """The file that a script's path means.
 
     Attributes:
-        path: the located path. In a shared folder, links may remain in it.
+        path: the located path. Links may remain in it in a shared folder, or at its end (see `locate`).
         direct: the path by which the original functions reach the file in the lower layer or in a shared folder: the
             script's own path if it leads there without redirection, else an absolute path.
         is_shared: whether the file is in a shared folder, which is not redirected, or in the folder of the run itself.
@@ -59,8 +59,8 @@ class View:
     """Maps a script's paths to the paths to read and to write.
 
     Args:
-        root: the absolute path of the folder of this run, which contains the upper layer and the marks.
-        shared: folders that are not redirected: caches, and folders of the command itself.
+        root: the path of the folder of this run, which contains the upper layer and the marks.
+        shared: absolute paths of shared folders. Folders such as /dev are always shared.
     """
 
     def __init__(self, root: str, shared: Sequence[str] = ()) -> None:
@@ -88,7 +88,7 @@ class View:
         return self.to_script_path(getcwd())
 
     def is_shared(self, path: str) -> bool:
-        """Return whether an absolute path is in a shared folder, or in the folder of the run itself."""
+        """Return whether a normalized absolute path is in a shared folder, or in the folder of the run itself."""
         as_folder = path + os.sep  # so that /data does not seem to be in /dat, and a folder is in itself
         return as_folder.startswith(self._shared) or as_folder.startswith(self.root + os.sep)
 
@@ -101,7 +101,7 @@ class View:
         """
         text = os.fsdecode(path)
         if not text:
-            return Location(text, path, True)  # the original function raises FileNotFoundError for it
+            return Location(text, path, True)  # no file has this path, as the original function finds out
         is_valid_outside = dir_fd is None  # whether the script's path means the same to the original functions
         # for a path outside of the upper layer, `to_script_path` returns the same object: `is` tests this below
         if not os.path.isabs(text):
@@ -127,7 +127,7 @@ class View:
         return self.to_script_path(readlink(f"/proc/self/fd/{descriptor}"))
 
     def _resolve(self, text: str, follow: bool) -> tuple[str, bool]:
-        """Return the located path of an absolute path, and whether all links in it are in the lower layer."""
+        """Return the located path of an absolute path, and whether all links on the way are in the lower layer."""
         parts = _PART.findall(text)[::-1]  # the parts that are not resolved yet, the next one last
         resolved, links, has_only_lower_links = "", 0, True
         # Whether the upper layer may have something at `resolved`. If it lacks a folder, it has nothing below this
@@ -186,7 +186,7 @@ class View:
     def is_hidden(self, path: str) -> bool:
         """Return whether this run has removed the lower layer's file at a located path, or a folder around it."""
         marks = self._find_marks()
-        while marks:  # nearly always there are none, and the path is not hashed
+        while marks:  # without marks, do not hash the path
             if _mark_of(path) in marks:
                 return True
             if path == os.sep:
@@ -229,8 +229,7 @@ class View:
     def path_to_read(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> Any:
         """Return the path to read for a script's path.
 
-        Raises FileNotFoundError for a file that this run has removed. For a path where no file ever was, returns a path
-        for which the original function raises this error.
+        Raises FileNotFoundError for a file that this run has removed. Otherwise does not check whether the file exists.
         """
         location = self.locate(path, dir_fd, follow=follow)
         if location.is_shared:
@@ -252,13 +251,13 @@ class View:
         with_content: bool = True,
         is_new: bool = False,
     ) -> Any:
-        """Return the path to write for a script's path. A file of the lower layer is copied there first.
+        """Return the path to write for a script's path. Copy a file of the lower layer there, unless there is one.
 
         Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
 
         Args:
             with_content: copy the content of the file. If False, the copy is empty, but has the file's mode and times.
-            is_new: raise FileExistsError if the script sees a file at the path.
+            is_new: raise FileExistsError if the script sees a file at the path. Shared folders are not checked.
         """
         location = self.locate(path, dir_fd, follow=follow and not is_new)
         if location.is_shared:
@@ -272,8 +271,7 @@ class View:
     def prepare_folder_of(self, path: str, given: Any) -> str:
         """Return the path to write for a located path, and make its folder in the upper layer.
 
-        Raises OSError if the folder does not exist, or may not be written to. `given` is the
-        path to name in errors.
+        Raises OSError if the folder does not exist, or may not be written to. `given` is the path to name in errors.
         """
         parent = os.path.dirname(path)
         if not access(self.check_folder(parent, given), os.W_OK):
@@ -296,8 +294,8 @@ class View:
     def copy_up(self, path: str, given: Any, *, with_content: bool = True) -> str:
         """Copy the lower layer's file at a located path to the upper layer, if there is one. Return the path to write.
 
-        Of a folder, only the folder itself is made. Raises PermissionError for a device, a pipe or a socket. `given` is
-        the path to name in errors.
+        A file that is in the upper layer already stays. Of a folder, only the folder itself is made. Raises OSError for
+        a device, a pipe or a socket, and where a new file cannot be made. `given` is the path to name in errors.
         """
         if self.is_written(path):
             return self.files + path
@@ -375,13 +373,13 @@ def make_error(number: int, path: Any) -> OSError:
 
 
 def is_special(path: str) -> bool:
-    """Return whether a path is a device, a pipe or a socket, which has no content to copy."""
+    """Return whether a path is a device, a pipe or a socket."""
     mode = lstat(path).st_mode
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
 
 
 def lexists(path: str) -> bool:
-    """Like os.path.lexists, which cannot be used because it would call the replacement of os.lstat."""
+    """Like os.path.lexists, which would call the replacement of os.lstat."""
     try:
         lstat(path)
     except (OSError, ValueError):
@@ -390,7 +388,7 @@ def lexists(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Like os.makedirs with `exist_ok`, which cannot be used because it would call the replacement of os.mkdir."""
+    """Make a folder and the folders above it, where nothing exists. os.makedirs would call the replacement of mkdir."""
     if lexists(path):
         return
     make_folders(os.path.dirname(path))
@@ -438,7 +436,7 @@ class FolderEntry:
         return self._is(stat.S_ISLNK, False)
 
     def is_junction(self) -> bool:
-        """Return False: junctions exist on Windows only."""
+        """Return False. Junctions exist on Windows, where files are not redirected."""
         return False
 
     def _is(self, kind: Any, follow_symlinks: bool) -> bool:

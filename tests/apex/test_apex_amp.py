@@ -193,6 +193,7 @@ def test_disabled_amp_is_not_there_for_a_script():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert amp.initialize(model, optimizer, enabled=False, opt_level="nonsense") == (model, optimizer)
     assert _amp_state.opt_properties.enabled is False and _amp_state.loss_scalers == []
+    assert _amp_state.opt_properties.patch_torch_functions is False
     loss = model(make_batches(1)[0][0]).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss

@@ -200,3 +200,18 @@ def test_an_optimizer_that_amp_has_may_be_wrapped_later():
         assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True)) is is_skipped
     with pytest.raises(amp.OptimizerError, match="initialized before"):
         amp.initialize(make_model(), optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+
+
+def test_gradscaler_unscales_and_skips_also_around_a_fused_optimizer():
+    results = []
+    for fused in (False, True):
+        params = make_params()
+        optimizer = LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1, fused=fused))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(sum(p.square().sum() for p in params) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([p.detach() for p in params])
+    torch.testing.assert_close(*results)

@@ -26,7 +26,9 @@ from torch import nn
 
 import amp_patch
 from amp_patch.apex import amp
+from amp_patch.apex.amp._amp_state import maybe_print
 from amp_patch.apex.amp.scaler import LossScaler
+from amp_patch.reporting import set_verbosity
 from amp_patch.session import current
 
 # ---- the loss scale by hand ------------------------------------------------------------------------------------------
@@ -297,6 +299,17 @@ def test_init_patches_without_a_model_until_deactivated():
     assert current.state.registered == []
 
 
+def test_initialize_after_init_has_a_session_of_its_own():
+    init_handle = amp.init()
+    model = make_model()
+    optimizer = make_optimizer(model)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    init_handle._deactivate()
+    overflow(model, optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
 def test_init_that_is_disabled():
     handle = amp.init(enabled=False)
     assert not handle.is_active() and handle is amp._amp_state.handle
@@ -406,6 +419,13 @@ def test_verbosity_may_change_at_any_time(capsys):
     overflow(model, optimizer)
     optimizer.step()
     assert capsys.readouterr().out.startswith("Gradient overflow.")
+
+
+def test_maybe_print_prints_before_initialize_too(capsys, monkeypatch):
+    set_verbosity(0)
+    monkeypatch.setattr(amp._amp_state, "_verbosity", 1)
+    maybe_print("a line", rank0=True)
+    assert capsys.readouterr().out == "a line\n"
 
 
 def test_a_float_function_casts_its_arguments_alone_as_apex_did():

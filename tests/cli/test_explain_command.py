@@ -7,10 +7,14 @@ Guards: cli/explain, cli/recording, script_settings.
 import functools
 import json
 import re
+import types
 
 import pytest
 
+from amp_patch.cli import explain
 from amp_patch.cli.main import main
+from amp_patch.cli.scripts import WatchedRun
+from amp_patch.errors import SessionError
 
 pytestmark = pytest.mark.xdist_group("scripts")
 
@@ -112,6 +116,12 @@ def test_steps_and_sums_and_files(call, tmp_path, capsys):
 def test_what_gives_nothing_to_explain_says_so(source, told, call):
     code, _, err = call(source)
     assert code == 1 and told in err
+
+
+def test_a_region_after_the_last_step_is_found_by_the_steps_that_the_message_names():
+    recording = types.SimpleNamespace(ops=[], raised=[])
+    with pytest.raises(SessionError, match="before the script entered torch.autocast; give --steps 2:3"):
+        explain._check_ops(WatchedRun(0, [2], [recording]), 1, 2)
 
 
 def test_a_script_that_fails_in_the_step_is_explained_as_far_as_it_came(call):

@@ -3,11 +3,12 @@
 Guards: scratch/folders.
 """
 
+import importlib
 from pathlib import Path
 
 import pytest
 
-from amp_patch.scratch import Folders
+from amp_patch.scratch import Folders, find_inductor_cache
 
 
 @pytest.fixture
@@ -53,3 +54,21 @@ def test_runs_that_write_nothing_or_are_not_kept_leave_nothing(temporary):
             write(root, Path.cwd() / "best.pt", 10)
         folders.end(root, keep=keep)
         assert folders.describe() == [] and list(temporary.iterdir()) == []
+
+
+def test_a_size_has_three_digits(temporary):
+    folders = Folders("tune")
+    root = folders.begin("O1")
+    write(root, Path.cwd() / "best.pt", 999_600)
+    folders.end(root, keep=True)
+    assert "(1 MB)" in folders.describe()[0]
+
+
+def test_the_cache_of_a_user_without_a_name_is_torchs(monkeypatch):
+    def raise_error():
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("getpass.getuser", raise_error)
+    cache = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    assert find_inductor_cache() == cache.default_cache_dir()

@@ -6,7 +6,7 @@ As in Apex, this module and the object in it share a name. The attribute `amp._a
 
 from typing import Any
 
-from ...reporting import say, say_on_every_rank, set_verbosity
+from ...reporting import find_rank, set_verbosity
 from .._core import api, find_session, is_disabled
 from .scaler import LossScaler
 
@@ -17,8 +17,7 @@ class AmpState:
     """The state of amp.
 
     As in Apex, some attributes do not exist until a call sets them. `initialize` sets `opt_properties`. `initialize`
-    with `enabled=True` sets `min_loss_scale` and `max_loss_scale`. `init`, and an `initialize` that patches functions,
-    set `handle`.
+    with `enabled=True` sets `min_loss_scale` and `max_loss_scale`. `init` and `initialize` may set `handle`.
 
     Attributes:
         allow_incoming_model_not_fp32: whether `initialize` accepts models that are in 16 bits already.
@@ -36,12 +35,12 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """Above 0, messages are printed. Scripts may set it at any time."""
+        """Setting it prints the later messages of the package if it is above 0. Scripts may set it at any time."""
         return self._verbosity
 
     @verbosity.setter
     def verbosity(self, value: int) -> None:
-        # Apex printed to stdout, and scripts search its output
+        # print, as Apex did, because scripts search its output
         set_verbosity(value, is_printing=True)
         self._verbosity = value
 
@@ -71,5 +70,5 @@ _amp_state = AmpState()
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Print `msg` if the verbosity is above 0. With `rank0`, print it only on rank 0 of a distributed run."""
-    if _amp_state.verbosity > 0:
-        (say if rank0 else say_on_every_rank)("%s", msg)
+    if _amp_state.verbosity > 0 and not (rank0 and find_rank()):
+        print(msg)

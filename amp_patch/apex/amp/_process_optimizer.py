@@ -31,7 +31,7 @@ class AmpOptimizerState:
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next `step()` will be skipped: Apex skipped a step by patching `step`. Waits for the device."""
+        """Whether the next `step()` will be skipped. (Apex skipped it by patching `step`.) May wait for the device."""
         return self._view.is_next_step_skipped()
 
     @property
@@ -107,9 +107,7 @@ def _masters_exist() -> None:
 
 
 def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
-    """Unscale the gradients of a backward pass. If one overflowed, `scaler.update_scale()` then returns True, and
-    `step()` skips.
-    """
+    """Unscale the gradients of a backward pass, and note an overflow for `scaler.update_scale()` and `step()`."""
     hand_scaled.end(scaler.open_pass(device))
 
 
@@ -117,7 +115,7 @@ def show_skip(optimizer: Any) -> None:
     """Replace `optimizer.step` if the next step will be skipped. Restore it if the next step will be taken after all.
 
     Apex replaced `step` to skip, so scripts compare `optimizer.step` with the usual method to notice a skip. This
-    replacement only puts the usual `step` back and calls it, and the usual `step` skips. Waits for the device. Does
+    replacement puts the usual `step` back and calls it, and the usual `step` skips. May wait for the device. Does
     nothing for an optimizer that was not passed to `initialize`.
     """
     stash = vars(optimizer).get("_amp_stash")
@@ -127,7 +125,7 @@ def show_skip(optimizer: Any) -> None:
     is_skipped = stash.already_patched
     if is_shown == is_skipped:
         return
-    if is_shown:  # the script has zeroed the gradients that overflowed
+    if is_shown:  # for example, the script has zeroed the gradients that overflowed
         optimizer.step = stash.usual_step
         return
     usual_step = stash.usual_step = vars(optimizer)["step"]

@@ -1,7 +1,7 @@
 """Apex's `apex.amp.amp`: decorators such as `half_function`, `register_half_function` and its like, and `init`.
 
-It also exports all names of `frontend`. The arguments of a registered function are cast in every later session that
-patches functions. Apex forgot registered functions after the first `initialize`.
+It also exports the public names of `frontend`. The arguments of a registered function are cast in every later session
+that patches functions.
 """
 
 from dataclasses import replace
@@ -42,7 +42,8 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Patch torch's functions as O1 does, without a model, and return a handle. Apex had `init` before `initialize`.
+    """Patch torch's functions as O1 does, without a model, and return a handle. It is Apex's interface from before
+    `initialize`.
 
     The functions stay patched until the handle's `_deactivate()`, `amp_patch.reset()`, `initialize` or the next `init`.
     If there is an accelerator, the functions cast its tensors, otherwise tensors on the CPU.
@@ -71,7 +72,7 @@ def init(
         patch_again(session)
         _amp_state.handle = handle = AmpHandle(session)
         return handle
-    if session is not None:  # the session of an earlier `init`
+    if session is not None:  # such as the session of an earlier `init`
         api.reset()
     # the lists of a command (`amp-patch run --lists`), or of `amp_patch.apex.install`, are added after the list `apex`
     overrides = {"lists": ("apex", *in_force.settings.lists), "loss_scale": parse_loss_scale(loss_scale)}

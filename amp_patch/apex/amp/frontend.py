@@ -1,12 +1,12 @@
 """Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 on every device. (`amp-patch run --opt-level LEVEL`
-may replace a script's level by any of amp_patch's.) The op list is `lists/apex.yaml`, which bans
-`binary_cross_entropy`. Messages are printed on stdout.
+As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 by default. (`amp-patch run --opt-level LEVEL` may
+replace a script's level by any of amp_patch's.) The op list is `lists/apex.yaml`, which bans `binary_cross_entropy`.
+Messages are printed on stdout.
 
-Unlike in Apex, models may be on the CPU, every function works after `initialize(enabled=False)`, and `initialize` may
-be called again. A later call with the same options adds its models and optimizers, and starts the loss scales anew. A
-later call with other options ends the first session: earlier models become float32 again.
+Unlike in Apex, models may be on the CPU, and `initialize` may be called again. A later call with the same options adds
+its models and optimizers, and starts the loss scales anew. A later call with other options ends the first session, and
+earlier models get their dtypes back.
 """
 
 import collections
@@ -27,6 +27,7 @@ from .._core import (
     api,
     as_models,
     as_optimizers,
+    find_session,
     is_disabled,
     make_policy,
     open_session,
@@ -49,13 +50,13 @@ OPTIONS = (
 
 
 class Properties:
-    """The options in force. Each entry of the dict `options` is also an attribute."""
+    """The options of a call of `initialize`. Each entry of the dict `options` is also an attribute."""
 
     options: dict[str, Any]
 
     def __init__(self) -> None:
-        # the values before `initialize`, as in Apex
-        values = (False, None, None, None, None, None, 1.0)
+        # Apex's values before `initialize` and while amp is disabled
+        values = (False, None, None, False, None, None, 1.0)
         # not by an assignment, because `__setattr__` reads `options`, which does not exist yet
         self.__dict__["options"] = dict(zip(OPTIONS, values, strict=True))
 
@@ -118,9 +119,9 @@ def initialize(
         `models` if `optimizers` is None, else `(models, optimizers)`: the objects that were passed.
 
     Raises:
-        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong; nothing was changed, except
-            that an earlier session with other options may have been closed. All are RuntimeErrors.
-        SessionError: a `scale_loss` block is open.
+        PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong. No model or optimizer was
+            changed, but an earlier session with other options may have been closed. All are RuntimeErrors.
+        SessionError: a `scale_loss` block is open, or a session is in use and `enabled` is False.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -147,7 +148,7 @@ def initialize(
     session = _open_session(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    # Apex had a handle only at the level that patches functions
+    # as in Apex, only levels that patch functions have a handle
     if session.casts is not None:
         _amp_state.handle = AmpHandle(session)
     return returned
@@ -158,7 +159,7 @@ def _choose_policy(
 ) -> tuple[Policy, Properties]:
     """Return the policy for the arguments of `initialize`, and its options as `Properties`. Print the options.
 
-    If `amp-patch run --opt-level LEVEL` started the script, use that level instead of the script's.
+    A level of `amp-patch run` or `amp_patch.apex.install` replaces the script's level.
 
     Args:
         given: the arguments of `initialize` that are Apex's options; None for an option that the script leaves open.
@@ -196,13 +197,17 @@ def _open_session(
         raise ModelError("initialize needs at least one model")
     register_edits()
     handle = getattr(_amp_state, "handle", None)
+    # after `handle._deactivate()`, functions are torch's own again, so a new session has to patch them
+    has_ended = isinstance(handle, AmpHandle) and handle.has_ended()
+    earlier_session = find_session()
+    # a session of `init` would not end with the models
+    is_without_models = earlier_session is not None and not earlier_session.has_models
     session = open_session(
         policy,
         models,
         optimizers,
         num_losses=num_losses,
-        # after `handle._deactivate()`, functions are torch's own again, so a new session has to patch them
-        replace=isinstance(handle, AmpHandle) and handle.has_ended(),
+        replace=has_ended or is_without_models,
         accept_low=_amp_state.allow_incoming_model_not_fp32,
     )
     for optimizer in optimizers:
@@ -213,9 +218,9 @@ def _open_session(
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`; nothing in it if amp is disabled.
+    """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, without entries if amp is disabled.
 
-    If `destination` is given, fill and return that dict.
+    If `destination` is given, add the entries to that dict, and return it.
     """
     return api.state_dict(collections.OrderedDict() if destination is None else destination)
 

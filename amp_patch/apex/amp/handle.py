@@ -81,8 +81,8 @@ def _scale_loss(
 class AmpHandle:
     """Switches the casts of torch's functions on and off.
 
-    `init` returns and stores one, unless it patches nothing. `initialize` stores one at levels that patch functions.
-    Both store it as `_amp_state.handle`.
+    `init` returns one, unless it patches nothing. `initialize` makes one at levels that patch functions. Both store it
+    as `_amp_state.handle`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -101,7 +101,7 @@ class AmpHandle:
     def _is_active(self, value: bool) -> None:
         if not value:
             self._session.switch.turn_off()
-        # after `_deactivate`, no function is patched, so there is nothing to switch on
+        # `_deactivate` has restored the functions, so there is nothing to switch on
         elif not self._is_deactivated:
             self._session.switch.turn_on()
 

@@ -1,7 +1,7 @@
 """`LossScaler` with Apex's names, around a loss scaler of amp_patch (`core`): the session's, or a new one.
 
 Reading `_loss_scale` and `_unskipped` waits for the device. A `_loss_scale` that the script sets applies to the next
-loss. `_unskipped` counts the good optimizer steps since a dynamic scale last changed; Apex counted backward passes.
+loss. `_unskipped` counts good optimizer steps; Apex counted backward passes.
 
 Pickles of `apex.amp.scaler.LossScaler`, as in checkpoints of Apex's `FP16_Optimizer`, load into this class.
 """
@@ -41,7 +41,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, scaler: CoreScaler) -> "LossScaler":
-        """Return a LossScaler around an existing scaler of the session, as `amp._amp_state.loss_scalers` holds them."""
+        """Return a LossScaler around an existing scaler."""
         view = cls.__new__(cls)
         view.core = scaler
         view._forget_pass()
@@ -89,9 +89,9 @@ class LossScaler:
 
     @property
     def _overflow_buf(self) -> Tensor:
-        """A tensor of one integer: 1 after an overflow that `unscale` or a function of amp_C has noticed, else 0.
+        """A tensor of one integer, which is not 0 after an overflow. `update_scale` reads it.
 
-        `update_scale` reads it.
+        Functions of amp_C and scripts may set it.
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
@@ -108,7 +108,7 @@ class LossScaler:
         return self.core.loss_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"loss_scale": float, "unskipped": int}`, and `hysteresis_tracker` for a scaler with a hysteresis."""
+        """Return `{"loss_scale": float, "unskipped": int}`, and `hysteresis_tracker` if the hysteresis is above 1."""
         return self.core.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class LossScaler:
         """Update the loss scale, and return whether to skip the step. Under a static scale, return False.
 
         There is an overflow if a gradient that `unscale` has read since `clear_overflow_state` had inf or NaN, or if
-        the script has set `_overflow_buf` or `_has_overflow`. Otherwise this counts a good step. Waits for the device.
+        the script has set `_overflow_buf` or `_has_overflow`. May wait for the device.
         """
         # if nothing was unscaled, no pass is open; open one for the overflow that the script may have set
         ended_pass, self._pass = self.open_pass(torch.device("cpu")), None

@@ -19,11 +19,8 @@ class FP16_Optimizer:
     """Wraps an optimizer, and puts float32 masters in place of its 16-bit parameters, so the optimizer updates masters.
 
     The gradients of 16-bit parameters stay scaled, and `update_master_grads` computes the masters' gradients from them.
-    So gradients add up over several backward passes as in torch, until `zero_grad`.
-
-    This class differs from Apex's in two ways. If the loss scale changes between backward passes, it rescales the
-    earlier gradients. It unscales gradients of float32 parameters only once, even if `update_master_grads` is called
-    several times.
+    So gradients add up over several backward passes as in torch, until `zero_grad`. Unlike in Apex, earlier gradients
+    are rescaled if the loss scale changes between backward passes.
 
     Args:
         init_optimizer: an optimizer of a model that has been moved to its device and cast, as by `network_to_half`.
@@ -65,7 +62,7 @@ class FP16_Optimizer:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts the state to the masters' dtype
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        """Replace the 16-bit parameters of a group by masters, and move their state to the masters."""
+        """Replace the trained 16-bit parameters of a group by masters, and move their state to the masters."""
         low: list[Tensor] = []
         masters: list[Tensor] = []
         float32: list[Tensor] = []
@@ -113,10 +110,9 @@ class FP16_Optimizer:
         self._gradient_scale, self._is_unscaled = None, False
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Run the backward pass of the scaled loss. Then call `update_master_grads()`.
+        """Run the backward pass of the scaled loss, and then `update_master_grads()`.
 
-        Pass `update_master_grads=False` if another backward pass is to add gradients before the step; then call
-        `update_master_grads()` yourself.
+        Pass `update_master_grads=False` if another backward pass is to add gradients before the step.
         """
         scale = self.loss_scaler.scale_on(loss.device)
         scaled_gradients = _gradients(parameter for parameter, _ in self._pairs())
@@ -139,7 +135,7 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Write unscaled gradients to masters and float32 parameters, update the loss scale, and set `overflow`.
 
-        Between `zero_grad` and the next `backward`, gradients have no scale: copy them, and set `overflow` to False.
+        Without a `backward` since `zero_grad`, gradients have no scale: copy them, and set `overflow` to False.
         """
         pairs = self._pairs()
         for parameter, master in pairs:
@@ -218,8 +214,8 @@ class FP16_Optimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
 
-        The keys are Apex's. Apex pickled an object under "loss_scaler". Here it is a dict of numbers, so a saved state
-        loads with `torch.load(..., weights_only=True)`.
+        The keys are Apex's. Apex pickled an object under "loss_scaler"; here it is a dict of numbers, which
+        `torch.load(..., weights_only=True)` can read.
         """
         return {
             "loss_scaler": self.loss_scaler.state_dict(),

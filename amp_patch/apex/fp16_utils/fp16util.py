@@ -36,7 +36,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Cast `network` to float16 in place, except affine BatchNorm layers.
+    """Cast `network` to float16 in place, and its affine BatchNorm layers back to float32.
 
     Returns an nn.Sequential that casts its input to float16, and then calls the network.
     """
@@ -63,7 +63,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
             continue
         convert_module(module, dtype)
         if isinstance(module, nn.RNNBase):
-            # cuDNN needs the weights in one piece of memory, which the cast has split
+            # cuDNN wants the weights in one piece of memory, which the cast has split
             module.flatten_parameters()
     return network
 
@@ -72,7 +72,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     """Return the trainable parameters, and their float32 masters: a copy of each parameter.
 
     With `flat_master`, there is a single master of shape (n,), which holds the values of all n elements. Its gradient
-    is zeros. Parameters of several dtypes then raise RuntimeError.
+    is zeros. Parameters of several dtypes raise RuntimeError with `flat_master`.
     """
     params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:

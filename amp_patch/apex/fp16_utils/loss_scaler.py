@@ -1,7 +1,4 @@
-"""The two loss scalers of `apex.fp16_utils`, for scripts that use them directly.
-
-`FP16_Optimizer` uses the `LossScaler` of `amp_patch/training/loss_scaler.py` instead.
-"""
+"""The two loss scalers of `apex.fp16_utils`, for scripts that use them directly."""
 
 from collections.abc import Iterable
 
@@ -51,7 +48,7 @@ class DynamicLossScaler(LossScaler):
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return whether the gradient of a parameter contains inf or NaN. Waits for the device.
 
-        Checks each element; Apex checked only the sum of the elements.
+        Checks each element.
         """
         gradients: list[Tensor] = []
         for parameter in params:

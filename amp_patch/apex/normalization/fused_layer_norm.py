@@ -1,9 +1,8 @@
 """LayerNorm and RMSNorm with Apex's arguments, on torch's functions.
 
 Results are computed in float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
-the weight, for any combination of the two, also under amp. (Apex's norms failed on 16-bit inputs with float32 weights,
-and its RMSNorm without a weight returned float32.) One exception: a fused RMSNorm with a 16-bit weight returns the
-weight's dtype. Libraries use this layer instead of their own norms, such as T5's, which return the weight's dtype.
+the weight, for any combination of the two, also under amp. One exception: a fused RMSNorm with a 16-bit weight returns
+the weight's dtype. So does the norm of T5 in transformers, which it replaces.
 
 By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
@@ -92,13 +91,13 @@ def _normalize(
 
 
 class FusedLayerNormAffineFunction:
-    """The autograd function that Apex had under this name, as its `apply`."""
+    """Apex's autograd function of this name. It has only `apply`."""
 
     apply = staticmethod(fused_layer_norm_affine)
 
 
 class FusedRMSNormAffineFunction:
-    """The autograd function that Apex had under this name, as its `apply`."""
+    """Apex's autograd function of this name. It has only `apply`."""
 
     apply = staticmethod(fused_rms_norm_affine)
 

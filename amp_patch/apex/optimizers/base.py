@@ -21,7 +21,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     gradient is complex, or if its gradient is sparse.
 
     Attributes:
-        found_inf: None, or a flag (0-dim float32) for one step. If it is 1, the step changes nothing. amp sets the flag
+        found_inf: None, or a flag (0-dim float32) for one step, which is skipped if the flag is 1. amp sets the flag
             for a subclass with `reads_flag`, GradScaler for one with `_step_supports_amp_scaling`.
     """
 
@@ -65,9 +65,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step_by_flag = step
-    """The same function as `step`, unless a subclass in a script overrides only `step`.
+    """The same function as `step`, unless a subclass in a script overrides `step` alone.
 
-    amp compares the two, and sets `found_inf` only if they are the same: an overridden `step` may not expect a flag.
+    amp sets `found_inf` only if the two are the same: a `step` of a script may not expect a flag.
     """
 
     def _update(self, work: Work) -> None:
@@ -117,8 +117,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the tensor to update for each parameter: its master if it has one, else the parameter itself.
 
-        A master that does not exist yet is created. If an element of a parameter differs from the rounded master, the
-        script has changed the parameter since the last step. The element is then copied to the master.
+        A master that does not exist yet is created. Elements of a parameter that differ from the rounded master, for
+        example because the script has changed them, are copied to the master.
         """
         targets = []
         for parameter in params:
@@ -142,8 +142,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _count_step(self, group: dict[str, Any]) -> int | Tensor:
         """Count a step in `group["step"]`, unless `found_inf` skips it, and return the number of this step, from 1.
 
-        The number is an int. Once `found_inf` was on a GPU, `group["step"]` is a 0-dim float32 tensor there, and later
-        calls return such a tensor. Raises OptimizerError while a CUDA graph is captured.
+        The numbers are ints, or 0-dim float32 tensors after a `found_inf` on a GPU. Raises OptimizerError while a CUDA
+        graph is captured.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
@@ -174,8 +174,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict that was saved by this class, by Apex's, or by the torch optimizer with the same formula.
 
-        State is kept in float32 (float64 for float64 parameters). Raises CheckpointError if the saved optimizer had
-        options that this optimizer lacks, and ValueError if the groups differ in number or length.
+        State is kept in float32 (float64 for float64 parameters). Raises CheckpointError if the saved optimizer used
+        `maximize`, `amsgrad` or `lr_decay`, and ValueError if the groups differ in number or length.
         """
         saved = self._convert_state_dict(state_dict)
         super().load_state_dict(saved)

@@ -14,23 +14,23 @@ from ..fp16_utils.fp16_optimizer import FP16_Optimizer as _FP16Optimizer
 
 
 class FP16_Optimizer(_FP16Optimizer):
-    """A variant of `fp16_utils.FP16_Optimizer`, for any optimizer. It differs in three ways:
+    """A variant of `fp16_utils.FP16_Optimizer`. Differences:
 
     * By default, its dynamic scale doubles after every 1000 good steps, and does not fall below 1.
     * By default, `step` unscales the gradients, and `backward` does not. So gradients of several backward passes add
       up, and the scale is updated once.
     * An overflow skips the step also under a static scale.
 
-    `state_dict` returns two sets of entries: of this variant in Apex, and of
-    `fp16_utils.FP16_Optimizer`. `load_state_dict` needs only the second set. It also takes the first set alone if all
-    parameters are 16-bit and require gradients, as Apex demanded.
+    `state_dict` returns two sets of entries: of this variant in Apex, and of `fp16_utils.FP16_Optimizer`.
+    `load_state_dict` needs only the second set. It also takes the first set alone if all parameters are 16-bit and
+    require gradients.
 
     Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of steps with gradients so far, including skipped steps. After loading a state dict without
+        cur_iter: the number of updates of the loss scale, usually one in each step. After loading a state dict without
             this entry, the count begins with the scaler's number of good steps.
-        last_overflow_iter: the number of the last step that overflowed, counted from 0; -1 if none has.
+        last_overflow_iter: the number of the last such update after an overflow, counted from 0; -1 if there is none.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}
@@ -123,10 +123,7 @@ class FP16_Optimizer(_FP16Optimizer):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device.
-
-        A file of it loads with `torch.load(..., weights_only=True)`.
-        """
+        """Return the state of the loss scale and of the optimizer, and the masters. Waits for the device."""
         return {
             **super().state_dict(),
             **{name: getattr(self, name) for name in _SAVED_ATTRIBUTES},
@@ -139,7 +136,8 @@ class FP16_Optimizer(_FP16Optimizer):
         """Load a state dict of this class or of `fp16_utils.FP16_Optimizer`, from here or from Apex. Copy the masters
         to the model.
 
-        Raises CheckpointError for any other object, and for masters of other shapes. Then nothing has changed.
+        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. Then
+        nothing has changed.
         """
         super().load_state_dict(state_dict)
         # a state of the base class has no counters: derive them from its number of good steps

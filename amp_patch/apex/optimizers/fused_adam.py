@@ -21,14 +21,14 @@ class FusedAdam(FusedOptimizer):
     * `bias_correction=False` leaves out the correction of the moments.
     * Steps are counted for each group (`param_groups[i]["step"]`), not for each parameter.
 
-    `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW, if their weight decay is of the same kind
-    and all parameters of a group have taken equally many steps.
+    `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW without `amsgrad` and `maximize`, if their
+    weight decay is of the same kind and all parameters of a group have taken equally many steps.
 
     Args:
-        max_grad_norm: clip the gradients of each group to this norm. 0: do not clip. Apex had this argument in 2019.
+        max_grad_norm: clip the gradients of each group to this norm. 0: do not clip.
         capturable: without effect. While a CUDA graph is captured, `step` raises OptimizerError.
-        master_weights: step on float32 masters of 16-bit parameters. Unlike in Apex, the state dict holds them. Has no
-            effect under `amp.initialize` at O2 or O5, which makes the masters.
+        master_weights: step on float32 masters of 16-bit parameters, which the state dict holds. Has no effect under
+            `amp.initialize` at O2 or O5, which makes masters itself.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -79,9 +79,7 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         grad_scaler: Any = None,
     ) -> Any:
-        """Take one step. The arguments after `closure` belong to an older interface: if given, they raise
-        OptimizerError.
-        """
+        """Take one step. Any argument but `closure` raises OptimizerError."""
         if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise OptimizerError(
                 "FusedAdam.step takes no grads, output_params, scale or grad_norms: unscale the gradients, then call"
@@ -117,7 +115,7 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights
 
     def _options_of_step(self, group: dict[str, Any], step: int | Tensor) -> dict[str, Any]:
-        """Return the arguments of `adam_` that a subclass, the FusedAdam of `apex.contrib`, computes differently."""
+        """Return the arguments of `adam_` that a subclass may compute differently."""
         return {
             "lr": float(group["lr"]),
             "step": step,
@@ -152,9 +150,9 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state in which each saved group has one flat tensor for all its parameters, split among them.
+        """Split the flat tensors of a saved state among the parameters. Return any other state as it is.
 
-        Apex of 2019 saved such states. Returns any other state as it is.
+        In 2019, a state of Apex's FP16_Optimizer had one flat tensor for all parameters of a group.
         """
         counts = [len(group["params"]) for group in self.param_groups]
         # a saved group with a single parameter is flat only if a group here has several

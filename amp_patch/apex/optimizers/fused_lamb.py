@@ -1,4 +1,4 @@
-"""`FusedLAMB`: LAMB with Apex's arguments. torch has no LAMB."""
+"""`FusedLAMB`: LAMB with Apex's arguments."""
 
 from typing import Any, ClassVar
 
@@ -10,13 +10,13 @@ from .base import FusedOptimizer, Work
 class FusedLAMB(FusedOptimizer):
     """LAMB with clipping by the norm of all gradients. `updates.lamb_` has the formula.
 
-    `step` does not change `.grad`; in Apex, it overwrote `.grad` with the update.
+    Unlike Apex's, `step` does not change `.grad`.
 
     Args:
         adam_w_mode: weight decay decoupled from the gradient.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
         max_grad_norm: clip the gradients of all groups together to this norm. 0 or None: do not clip.
-        use_nvlamb: adapt the learning rate also for parameters without weight decay.
+        use_nvlamb: adapt the learning rate also in groups without weight decay.
         amsgrad: raises OptimizerError if true.
     """
 

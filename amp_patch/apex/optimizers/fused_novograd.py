@@ -1,4 +1,4 @@
-"""`FusedNovoGrad`: NovoGrad with Apex's arguments. torch has no NovoGrad."""
+"""`FusedNovoGrad`: NovoGrad with Apex's arguments."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from .base import FusedOptimizer, Work
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad. `updates.novograd_` has the formula.
 
-    The set of parameters that have gradients may change from step to step, which Apex did not allow.
+    The set of parameters that have gradients may change from step to step.
 
-    In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two float32 tensors
-    of shape (n,). The first is for the 16-bit parameters of the group, the second for all others. Both have the order
-    of the group, and leave out parameters without a step so far. A group without any step has no `exp_avg_sq`.
+    In the state dict, the second moments are in the groups, as in Apex: `exp_avg_sq` is a list of two 1-dim float32
+    tensors. The first is for the 16-bit parameters of the group, the second for all others. Both have the order of the
+    group, and leave out parameters without a step so far. A group without any step has no `exp_avg_sq`.
 
     Args:
         reg_inside_moment: put weight decay and the division by the second moment inside the first moment.

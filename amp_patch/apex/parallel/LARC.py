@@ -1,4 +1,4 @@
-"""`LARC`: layer-wise adaptive rate clipping (You et al., arXiv:1708.03888), around any optimizer. torch lacks it."""
+"""`LARC`: layer-wise adaptive rate clipping (You et al., arXiv:1708.03888), around any optimizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from ..updates import at_full_precision, norms
 
 
 class LARC(Optimizer):
-    """Wraps an optimizer. Scales the gradient g of each parameter w before a step, so that no layer changes too much.
+    """Wraps an optimizer. Before a step, changes the gradient g of each parameter w:
 
     rate = trust_coefficient |w| / (|g| + wd |w| + eps)
     rate = min(rate / lr, 1), only with `clip`
@@ -23,15 +23,17 @@ class LARC(Optimizer):
     0, g is not changed, and w has no weight decay in that step. The formula is computed in float32 (float64 for
     float64), and does not wait for the device.
 
-    Unlike Apex's LARC, this one is an Optimizer, so LR schedulers accept it. Pass this object, not the inner optimizer,
-    to amp and to schedulers. `param_groups`, `state`, hooks and all attributes that LARC does not define are the inner
-    optimizer's, `optim`.
+    It is an Optimizer, so LR schedulers accept it. Pass this object, not the inner optimizer, to amp and to schedulers.
+    `param_groups`, `state`, hooks and other attributes are read from the inner optimizer, `optim`.
     """
+
+    # A fused inner optimizer has True. GradScaler would then leave it to this object to unscale and to skip.
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, optimizer: Optimizer, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8
     ) -> None:
-        # no call of Optimizer.__init__, which would make groups and state of its own
+        # no call of Optimizer.__init__, which would make other groups and another state
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps
@@ -68,7 +70,7 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call the closure, if there is one, scale the gradients, and step."""
+        """Call the closure, if there is one, change the gradients, and step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

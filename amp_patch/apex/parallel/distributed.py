@@ -1,7 +1,6 @@
 """`DistributedDataParallel` with Apex's arguments on top of torch's, `Reducer`, and collectives on flattened tensors.
 
-All need an initialized process group, of any backend. They support any device and floating dtype, where Apex supported
-only CUDA, and no bfloat16.
+All need an initialized process group. They take the devices and floating dtypes that its backend supports.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from .._core import find_session
 from ..apex_C import flatten as flatten
 from ..apex_C import unflatten as unflatten
 
-_BROADCAST_BYTES = 250 * 2**20  # the size of one broadcast, as in torch's DistributedDataParallel
+_BROADCAST_BYTES = 250 * 2**20  # about the largest size of one broadcast, as in torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)

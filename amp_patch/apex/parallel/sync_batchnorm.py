@@ -27,8 +27,8 @@ class SyncBatchNorm(BatchNormBase):
     differ in size; on the CPU, some may be empty. The output has the dtype of the input. `momentum=None` and
     `track_running_stats=False` work as in torch.
 
-    It runs the code of torch.nn.SyncBatchNorm, but is no subclass: torch's DistributedDataParallel refuses a subclass
-    on the CPU.
+    It calls `torch.nn.SyncBatchNorm.forward`, but is no subclass: torch's DistributedDataParallel refuses a subclass on
+    the CPU.
 
     Args:
         channel_last: inputs are (N, ..., C) instead of (N, C, ...).
@@ -144,9 +144,9 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
     so optimizers stay valid. New layers keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
-    `fuse_relu` and `channel_last`, all of which Apex lost. Hooks are lost, so call this before `amp.initialize`. Raises
-    ModelError for a lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's
-    BatchNormAct2d with its activation: a SyncBatchNorm would not run them. Then nothing has changed.
+    `fuse_relu` and a true `channel_last`. Hooks are lost, so call this before `amp.initialize`. Raises ModelError for a
+    lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's BatchNormAct2d with
+    its activation: a SyncBatchNorm would not run them. Then nothing has changed.
     """
     for layer in module.modules():
         if isinstance(layer, BatchNormBase):
