@@ -89,17 +89,37 @@ class ScalerFlow:
         return self._calls_of("update")
 
     @cached_property
-    def _scaled_names(self) -> frozenset[str]:
-        """The names that may hold a scaled loss, or a value that is computed from one."""
-        scaled = set[str]()
+    def _assigning_frames(self) -> dict[str, set[ast.AST]]:
+        """For each name, the functions that assign to it."""
+        frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
-            if self._has_scale(assignment.value) or names_in(assignment.value) & scaled:
-                scaled.add(assignment.target)
-        return frozenset(scaled)
+            frames.setdefault(assignment.target, set()).add(self._script.frame(assignment.value))
+        return frames
+
+    @cached_property
+    def _scaling_frames(self) -> dict[str, set[ast.AST]]:
+        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign this."""
+        frames: dict[str, set[ast.AST]] = {}
+        for assignment in self._script.assignments:
+            if self._is_scaled(assignment.value, frames):
+                frames.setdefault(assignment.target, set()).add(self._script.frame(assignment.value))
+        return frames
 
     def is_scaled(self, value: ast.expr) -> bool:
         """Return whether an expression may be a scaled loss, or be computed from one."""
-        return self._has_scale(value) or bool(names_in(value) & self._scaled_names)
+        return self._is_scaled(value, self._scaling_frames)
+
+    def _is_scaled(self, value: ast.expr, scaling_frames: dict[str, set[ast.AST]]) -> bool:
+        """Return the answer of `is_scaled`, given the names that hold scaled losses, with their functions."""
+        if self._has_scale(value):
+            return True
+        frame = self._script.frame(value)
+        for name in names_in(value) & scaling_frames.keys():
+            # a local variable of this function, not the scaled one of another
+            is_local = "." not in name and frame in self._assigning_frames[name]
+            if not is_local or frame in scaling_frames[name]:
+                return True
+        return False
 
     def _has_scale(self, value: ast.AST) -> bool:
         """Return whether an expression contains a call `scaler.scale(loss)`."""
