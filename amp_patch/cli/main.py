@@ -3,7 +3,7 @@ only if the command line names it, so `amp-patch --help` needs no torch.
 
 Exit codes: 0 done; 1 the command failed (an `AmpError` or `OSError`, shown without a traceback), or reports a problem
 or a difference; 2 the command line cannot be used, or an optional extra is missing; 130 after Ctrl-C; 143 after
-SIGTERM. `check`, `diff`, `lists` and `trace` also return 2 if they could not judge the script, the files or the list.
+SIGTERM. `check`, `diff`, `lists` and `trace` also return 2 if they end without a result.
 `run` ends with the exit code of the script.
 """
 

@@ -12,7 +12,7 @@ from ..errors import did_you_mean, find_meant
 from ..terminal import print_error
 
 WIDTH = 100
-"""The most characters in a line of a help text."""
+"""Help texts are wrapped at this number of characters, if the terminal is not narrower."""
 
 _PART = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\([^()]*\)|\S+")
 

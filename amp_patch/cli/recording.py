@@ -42,7 +42,7 @@ _LONGEST_WAIT = 60.0  # seconds that a rank waits until the command ends it; the
 _USAGE = 2  # exit code of a usage error
 _TROUBLE = 1  # exit code of a script that `run --armed` has stopped
 _CANNOT_BE_WATCHED = ("and mode <amp_patch", "non-infra torch dispatch mode present")
-"""Messages of torch for functions such as `flex_attention`, which it cannot run while a dispatch mode watches."""
+"""Parts of messages of torch for functions such as `flex_attention`, which cannot run while a dispatch mode watches."""
 
 _USE_ARMED = (
     "amp_patch: torch cannot run this function while each op is watched. `explain`, `trace` and `compare` watch each"
@@ -56,7 +56,7 @@ class Explaining(Protocol):
     """A probe that explains exceptions."""
 
     def note_raised(self, error: BaseException) -> object:
-        """Explain an exception that ends the script."""
+        """Explain an exception that ends a process of the script."""
 
 
 class _ProbeStarter(events.Watcher):
@@ -95,7 +95,7 @@ class _ProbeStarter(events.Watcher):
             self._probe.session_opened(session)  # this event began before the probe was watching
 
     def note_raised(self, error: BaseException) -> None:
-        """Let the probe explain an exception that ends the script."""
+        """Let the probe explain an exception that ends a process of the script."""
         if isinstance(self._probe, Explaining):
             self._probe.note_raised(error)
 
@@ -145,7 +145,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, is_watc
 
     Args:
         is_first: the command started this Python; False if the script did.
-        folder: the folder of a run that is recorded; None if nothing is recorded.
+        folder: the folder of the run, which a command reads; None if no command waits for a recording.
         marker: the path of a file. The first process that reports how it changed the script creates it, so that the
             others stay silent. None: no process reports anything.
         is_watched: whether a probe watches the script.
@@ -161,7 +161,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, is_watc
         if folder is not None:
             options["on_plain_step"] = _make_note(folder)
         elif marker is None:
-            options["on_plain_step"] = str  # `str` ignores the message, so nothing is reported
+            options["on_plain_step"] = str  # `str` does nothing with the message
         takeover = native.Takeover(**options)
         takeover.tell = functools.partial(_print_once, marker)
         native.start(takeover, is_watched=is_watched)
@@ -175,7 +175,7 @@ def take_over(*, is_first: bool, folder: str | None, marker: str | None, is_watc
 
 
 def _print_once(marker: str | None, line: str) -> None:
-    """Print a line to stderr (stdout belongs to the script), unless another process of the run has printed one.
+    """Print a line to stderr (stdout belongs to the script), unless a process of the run has printed one.
 
     Prints nothing without a marker, or on another rank than 0.
     """
@@ -183,7 +183,7 @@ def _print_once(marker: str | None, line: str) -> None:
 
     if marker is None or find_rank():
         return
-    with contextlib.suppress(FileExistsError):  # another process has printed
+    with contextlib.suppress(FileExistsError):  # a process has printed
         # the marker cannot be made in a folder that is gone or not ours: then several processes may print
         with contextlib.suppress(PermissionError, FileNotFoundError):
             Path(marker).open("x").close()
@@ -202,10 +202,7 @@ def remove_marker_at_exit(marker: str) -> None:
 
 
 def _make_note(folder: str) -> Callable[[str], None]:
-    """Return the function that reports a step without mixed precision: in the log, and in a file for the command.
-
-    The command reads the file because it may hide the output of the script.
-    """
+    """Return the function that reports a step without mixed precision: in the log, and in a file for the command."""
 
     def note(line: str) -> None:
         from ..reporting import log_warning
@@ -219,8 +216,8 @@ def _make_note(folder: str) -> Callable[[str], None]:
 def _report_no_region(takeovers: list[Any], process_id: int, folder: str | None, *, is_first: bool) -> None:
     """Report at the exit of a script that it trained without any mixed precision that the command could change.
 
-    If the run is recorded, the error goes to the file `NO_REGION`. Otherwise it is printed, and the exit code becomes
-    1. Another program that the script started keeps its exit code, because it may well train in float32; a rank of a
+    If there is a folder, the error goes to the file `NO_REGION`. Otherwise it is printed, and the exit code becomes 1.
+    Another program that the script started keeps its exit code, because it may well train in float32; a rank of a
     launcher and a process of multiprocessing belong to the script. After an uncaught exception, nothing is reported.
     """
     has_failed = getattr(sys, "last_value", None) is not None
@@ -240,7 +237,7 @@ def _report_no_region(takeovers: list[Any], process_id: int, folder: str | None,
 def _exit_with(code: int) -> None:
     """End the process with an exit code. An exit handler cannot set it in another way.
 
-    All other exit handlers have run already, so only open files are left to be flushed.
+    The exit handlers of the script have run already, so only open files are left to be flushed.
     """
     for file in gc.get_objects():
         if issubclass(type(file), io.IOBase):
@@ -261,7 +258,7 @@ def _print_error_in_short(kind: type[BaseException], error: BaseException, trace
 
 
 def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]:
-    """Return an excepthook that prints the traceback of the script, and writes a shorter one into the file `ERROR`.
+    """Return an excepthook that prints the traceback of the script, and writes it into the file `ERROR`, shortened.
 
     If the script cannot run with the options of the command, the excepthook writes only the reason, into `REFUSED`.
     Otherwise the probe of `starter` then explains the exception, while its frames exist. After Ctrl-C, the

@@ -5,8 +5,8 @@ In a script that was written for NVIDIA Apex, `import apex` finds amp_patch's st
 regions.
 
 The command replaces its own process by a new Python (on Windows, it starts one and waits), and puts the folder
-`startup` at the front of PYTHONPATH. Each Python imports the `sitecustomize` in this folder first, which sets all of
-this up: in the script's process, and in every Python that the script starts (launchers, spawned workers, data loaders).
+`startup` at the front of PYTHONPATH. Python imports the `sitecustomize` in this folder first, which sets all of
+this up: in the script's process, and in a Python that the script starts (launchers, spawned workers, data loaders).
 The script is the main program, as under `python script.py`. When it begins, no frame of this package is on its stack.
 """
 
@@ -136,7 +136,7 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 def _find_options_behind(command: list[str]) -> list[str]:
     """Return options after the script that the user probably meant for this command.
 
-    Unlike this command, the others also accept their own options after the script. Many scripts for Apex have an option
+    Many scripts for Apex have an option
     --opt-level themselves: then their source contains "opt-level", or reads sys.argv.
     """
     given = {argument.partition("=")[0] for argument in command}

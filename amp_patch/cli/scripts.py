@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..insight.runs import Run
 
 TAIL = 20
-"""If a script whose output is hidden fails without a traceback, this number of its last lines is shown."""
+"""If a script whose output is hidden fails without a traceback, at most this many of its last lines are shown."""
 
 _POLL_SECONDS = 0.5
 _ENDED = "amp-patch: the run is over, and all its ranks were ended (the launcher reports that as signal 15)"
@@ -43,7 +43,7 @@ class WatchedRun(NamedTuple):
     """The result of a run of a script.
 
     Attributes:
-        code: the exit code of the script; 0 if the command ended it, and -SIGINT after Ctrl-C.
+        code: the exit code of the script; 0 if the command ended it; -SIGINT after Ctrl-C or SIGTERM.
         steps, recordings: the number of steps and the recording of each process that wrote a recording, in the order of
             their ranks.
         was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
@@ -56,7 +56,7 @@ class WatchedRun(NamedTuple):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run."""
+        """Whether Ctrl-C or SIGTERM ended the run."""
         return self.code == -signal.SIGINT
 
 
@@ -73,7 +73,7 @@ def add_script(
     Args:
         usage: the options of the command that are declared elsewhere, for the usage line.
         has_level: the command takes --opt-level.
-        is_repeated: the command runs the script several times, so it needs --in-place.
+        is_repeated: the command may run the script several times, so it needs --in-place.
         has_report: the command writes its own command line to a file, so it needs --with-arguments.
     """
     run_command.add_settings(parser, has_level=has_level)
@@ -130,8 +130,8 @@ class ScriptRunner:
     Args:
         arguments: the parsed arguments that `add_script` declared.
         is_quiet: hide the output of the script, unless it fails.
-        is_repeated: the runs only serve the command, so each writes its files to a scratch folder of its own, unless
-            --in-place is given.
+        is_repeated: the runs only serve the command, so they write their files to scratch folders, unless --in-place
+            is given.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, is_quiet: bool = False, is_repeated: bool = False) -> None:
@@ -256,7 +256,8 @@ class ScriptRunner:
     def _read_output(self, folder: str, log: Path | None) -> None:
         """Keep the error or the last output of the script. Report a usage error if it cannot run with these options.
 
-        `log`: the file with the output, or None.
+        Args:
+            log: the file with the output, or None.
         """
         refused, error = Path(folder, REFUSED), Path(folder, ERROR)
         if refused.exists():
@@ -283,7 +284,7 @@ class ScriptRunner:
             self._folders.end(root, keep=bool(run.name))
 
     def print_files(self) -> None:
-        """Print the files that repeated runs wrote, and their folder. Prints nothing if they wrote none."""
+        """Print the folder of the kept files of repeated runs, and the files. Prints nothing if none are kept."""
         for line in self._folders.describe() if self._folders is not None else ():
             print(f"{self._prog}: {line}", file=sys.stderr)
 
@@ -358,8 +359,8 @@ def _read(folder: str) -> "list[tuple[int, Recording]]":
 def _call(command: list[str], environment: dict[str, str], is_over: Callable[[], bool], log: Path | None = None) -> int:
     """Run a process and return its exit code. End it soon after `is_over` returns True; the code then is 0.
 
-    The terminal sends Ctrl-C to the process too; a SIGTERM of this process is passed on to it. If the process ends
-    after either, the returned code is `-SIGINT`.
+    The terminal sends Ctrl-C to the process too; a SIGTERM of this process is passed on to it. After either, the
+    returned code is `-SIGINT`.
 
     Args:
         log: a file for the output of the process; None lets it write to the output of this process.
@@ -375,16 +376,16 @@ def _call(command: list[str], environment: dict[str, str], is_over: Callable[[],
         while True:
             try:
                 code = process.wait(_POLL_SECONDS)
-                if is_interrupted:
-                    return -signal.SIGINT
-                return code
+                break
             except KeyboardInterrupt as error:
                 is_interrupted = True
                 if isinstance(error, TerminatedError):
                     process.terminate()
             except subprocess.TimeoutExpired:
                 if is_over():
-                    return _end(process)
+                    code = _end(process)
+                    break
+    return -signal.SIGINT if is_interrupted else code
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
@@ -394,7 +395,7 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     except subprocess.TimeoutExpired:
         process.terminate()
         process.wait()
-    # the recording is complete, so the run succeeded however the script ended
+    # the command has ended the script, so its exit code says nothing about it
     return 0
 
 

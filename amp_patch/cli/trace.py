@@ -2,7 +2,7 @@
 it, the reason, and a remedy.
 
 The script runs unmodified, as under `amp-patch run`, until the step with the first fault has ended, or to its own end.
-With `--fix`, it then runs again with a list against the fault, to see whether the list is enough.
+With `--fix`, it then runs again with a repair, such as a list against the fault, to see whether the repair is enough.
 """
 
 import argparse
@@ -27,9 +27,9 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
-        "exit codes: 0 every value fits, or with --fix the list is enough; 1 a value does not fit, or training loses"
-        " quietly in 16 bits, or misuses GradScaler or autocast, or raises because of dtypes; 2 the script could not"
-        " be checked"
+        "exit codes: 0 every value fits, or with --fix the repair is enough; 1 a value does not fit, or training loses"
+        " quietly in 16 bits, or misuses GradScaler or autocast, or raises because of dtypes; 2 the script failed,"
+        " or could not be checked"
     )
     parser.add_argument(
         "--steps",
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     0: every value fits, or with --fix the repair is enough. 1 (`FAULT`): a value does not fit, or is lost quietly (16
     bits lose it although it is finite), or the script misuses GradScaler or autocast, or raises because of dtypes. 2
-    (`TROUBLE`): the script could not be checked, or this command failed.
+    (`TROUBLE`): the script failed or could not be checked, or this command failed.
     """
     try:
         if arguments.armed:

@@ -22,7 +22,7 @@ called no model.
 def trace(arguments: argparse.Namespace) -> int:
     """Run the script armed, and return 0, `TROUBLE` or `FAILED`. The script's own processes report steps that go wrong.
 
-    This command prints wrong uses of GradScaler and autocast, and how the run ended.
+    This command prints wrong uses of GradScaler and autocast, and how a run without such a step ended.
     """
     from ..insight import format_misuses
     from ..insight.runs import Run
@@ -48,9 +48,9 @@ def trace(arguments: argparse.Namespace) -> int:
 
 
 def _report(watched: WatchedRun, prog: str) -> int:
-    """Print how the run ended, and return the exit code. If a step went wrong, the script's processes have printed it.
+    """Return the exit code. Print how the run ended, unless a step went wrong: then the script's processes print it.
 
-    Raises KeyboardInterrupt if Ctrl-C has ended the run.
+    Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended a run in which no step went wrong.
     """
     if any(recording.troubles for recording in watched.recordings):
         return TROUBLE

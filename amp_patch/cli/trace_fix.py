@@ -1,4 +1,4 @@
-"""`amp-patch trace --fix`: repairs what a traced run has reported, and runs the script with the repair.
+"""`amp-patch trace --fix`: tries to repair what a traced run has reported, and runs the script with the repair.
 
 For a fault (a value that does not fit into its dtype) or an exception, the repair is an op list. For a quiet loss (16
 bits lose values although all are finite), the repair is another level, or a list with rules for modules.
@@ -36,7 +36,7 @@ _ROUNDS = 5
 
 
 def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
-    """Repair what a traced run has reported: write a list, or find a level. Return 0 if the repair is enough."""
+    """Try to repair what a traced run has reported: by a list, or by a level. Return 0 if the repair is enough."""
     if traced.faults:
         return _fix_fault(runner, arguments, *traced.faults[0])
     if traced.raised:
@@ -150,7 +150,7 @@ def _fix_raised(runner: ScriptRunner, arguments: argparse.Namespace, traced: Tra
     path: Path = arguments.fix
     raised, recording = traced.raised[0]
     if not raised.choices:
-        print("\nno list was written: no list helps here, but an edit of the script does", flush=True)
+        print("\nno list was written: no list helps here; edit the script instead", flush=True)
         return FAULT
     base = _locate(find_base(raised, recording.run), arguments.lists, path.parent)
     runs: list[TracedRun] = []
@@ -194,7 +194,7 @@ def _fix_quiet(runner: ScriptRunner, arguments: argparse.Namespace, traced: Trac
     if level:
         return _fix_by_level(runner, arguments, traced, level)
     if not traced.quiet:
-        print("\nno list was written: no list helps against a misuse, but an edit of the script does", flush=True)
+        print("\nno list was written: no list helps against a misuse; edit the script instead", flush=True)
         return FAULT
     remedy = find_quiet_remedy([lost for lost, _ in traced.quiet], traced.quiet[0][1].run)
     if not remedy.has_list:
@@ -227,6 +227,9 @@ def _fix_by_level(runner: ScriptRunner, arguments: argparse.Namespace, traced: T
     if again.faults or again.quiet:
         print_report(f"{name} is not enough\n{_format_first(again)}", [False])
         return FAULT
+    again.print_search()
+    if again.are_all_skipped:  # a run whose steps were all skipped proves nothing about the level
+        return FAULT
     code = again.report_none()
     if code != 0 or not _agrees_with_float32(name, Settings(level), arguments, max(again.watched.steps)):
         return code or FAULT
@@ -237,7 +240,7 @@ def _fix_by_level(runner: ScriptRunner, arguments: argparse.Namespace, traced: T
 def _run_as_long(
     runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun, settings: Settings
 ) -> TracedRun:
-    """Run the script with other settings under a tracer, for as many steps as it ran before."""
+    """Run the script with other settings under a tracer, for as many steps as it ran before, or for --steps."""
     first, last = arguments.steps or (0, max(traced.watched.steps))
     return run_traced(runner, arguments, first, last, settings)
 
@@ -254,7 +257,7 @@ def _format_first(traced: TracedRun) -> str:
 
 
 def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Namespace, steps: int) -> bool:
-    """Train with a repair and in float32, both without a tracer. Print the losses, and return whether they agree.
+    """Train with a repair and in float32, both without a tracer. Return whether the losses agree. Print the result.
 
     If there are no losses to compare, print the reason, and return True: the repair still counts as enough.
 
@@ -288,7 +291,7 @@ def _agrees_with_float32(name: str, settings: Settings, arguments: argparse.Name
 
 
 def _format_compare(path: Path, arguments: argparse.Namespace) -> str:
-    """Return the command that compares a training with the list to one in float32, with the options of this trace."""
+    """Return the command that compares a training with the list to one in float32, with options of this trace."""
     command = ["amp-patch", "compare"]
     command += ["-m", arguments.module] if arguments.module else [arguments.script]
     command += ["--runs", f"{config.levels.find_plain_level().name},as-is+{os.path.relpath(path)}"]

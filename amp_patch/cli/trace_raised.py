@@ -52,7 +52,7 @@ Again = Callable[[Sequence[str]], "RaisedRecord | None"]
 def find_entries(raised: "RaisedRecord", run_again: Again) -> "RaisedRecord | None":
     """Run the script again with a list against the exception `raised`, then with a list against further exceptions.
 
-    Return None once a list prevents all exceptions. Return the exception that is left if it has no choice left, or
+    Return None once `run_again` returns no exception. Return the exception that is left if it has no choice left, or
     after `ROUNDS` lists.
     """
     choices = Choices()

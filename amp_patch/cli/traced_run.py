@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: nothing could be checked."""
+"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: the
+script failed, or nothing could be checked.
+"""
 
 
 class TracedRun:
@@ -31,7 +33,7 @@ class TracedRun:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run."""
+        """Whether Ctrl-C or SIGTERM ended the run."""
         return self.watched.is_interrupted
 
     @property
@@ -50,7 +52,7 @@ class TracedRun:
     def quiet(self) -> "list[tuple[QuietRecord, Recording]]":
         """The quiet losses (16 bits lose a value, and every value is finite), each with its recording.
 
-        From the first recording only: data-parallel ranks lose the same.
+        From the first recording only: data-parallel ranks usually lose the same.
         """
         return [(lost, recording) for recording in self.watched.recordings[:1] for lost in recording.quiet]
 
@@ -128,14 +130,14 @@ class TracedRun:
             print_report(format_misuses(self.misuses), [False])
 
     def report_none(self) -> int:
-        """Print that no fault was found, and quiet losses, or why nothing could be checked. Return the exit code.
+        """Print the result of a run without faults, with its quiet losses or its failure. Return the exit code.
 
-        Raises KeyboardInterrupt if Ctrl-C ended the run.
+        Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended the run.
         """
         from ..insight import note_float32
 
         if self.are_all_skipped:
-            return 0  # `print_search` has said so
+            return 0  # `print_search` says so
         has_checked = bool(self.watched.recordings) and self._checked > 0
         if has_checked and (self.is_interrupted or not self.watched.code):
             fitting = self._checked - len(self._searches)
@@ -189,7 +191,7 @@ def run_traced(
     last: int | None,
     settings: Settings | None = None,
 ) -> TracedRun:
-    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if None.
+    """Run the script under a tracer that checks the steps from `first` to before `last`, or to the end if it is None.
 
     The script is ended soon after its first fault, or after an explained exception.
     """

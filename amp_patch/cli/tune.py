@@ -1,4 +1,4 @@
-"""`amp-patch tune`: finds a list that keeps as few modules or ops of a script in float32 as a tolerance allows.
+"""`amp-patch tune`: searches for a list that keeps few modules or ops of a script in float32, and meets a tolerance.
 
 The script runs unmodified, as under `amp-patch run`, for a few steps: in float32, with each list to try, and under a
 tracer.

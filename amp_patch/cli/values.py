@@ -39,7 +39,7 @@ def get_level(name: str) -> "config.levels.Level":
 def oplist(text: str) -> str:
     """Return `text` if it names a shipped list, else the absolute path of the file, which must exist.
 
-    A suffix `@version` is kept. The path is absolute because scripts change their working directory. The content is
+    A suffix `@version` is kept. The path is absolute because scripts may change their working directory. The content is
     checked later, by `check_lists`.
     """
     try:

@@ -25,7 +25,7 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_amp(script, "state_dict")
         if call is not None:
-            message = "the checkpoint has the optimizer's state but not amp's: a resumed run skips steps"
+            message = "the checkpoint has the optimizer's state but not amp's: a resumed run may skip steps"
             yield Fault(call, "warning", message, 'Save `"amp": amp.state_dict()` as well.')
 
 
@@ -45,7 +45,7 @@ def loads_without_amp(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_amp(script, "load_state_dict")
     if call is not None:
-        message = "the optimizer's state is loaded but not amp's: the run skips steps until its loss scale fits"
+        message = "the optimizer's state is loaded but not amp's: the run may skip steps until its loss scale fits"
         yield Fault(call, "warning", message, 'Call `amp.load_state_dict(checkpoint["amp"])` after amp.initialize.')
 
 
@@ -127,7 +127,7 @@ def saves_without_scaler(script: Script) -> Iterator[Fault]:
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_scaler(script, "state_dict")
         if call is not None:
-            message = "the checkpoint has the optimizer's state but not the GradScaler's: a resumed run skips steps"
+            message = "the checkpoint has the optimizer's state but not the GradScaler's: a resumed run may skip steps"
             yield Fault(call, _grade(script), message, 'Save `"scaler": scaler.state_dict()` as well.')
 
 
@@ -159,7 +159,7 @@ def loads_without_scaler(script: Script) -> Iterator[Fault]:
     """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
     call = _find_call_without_scaler(script, "load_state_dict")
     if call is not None:
-        message = "the optimizer's state is loaded but not the GradScaler's: the run skips steps until its scale fits"
+        message = "the optimizer's state is loaded but not the GradScaler's: the run may skip steps until that fits"
         yield Fault(call, _grade(script), message, 'Call `scaler.load_state_dict(checkpoint["scaler"])` as well.')
 
 

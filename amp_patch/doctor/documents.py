@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 _MAGIC = re.compile(r"\s*(?:!(?!=)|\?|%{1,2}\w|[\w., ]+=\s*(?:!|%\w))|[^#\"']*\?\s*$")
-"""A line that only IPython understands: `%magic`, `!command`, `names = !command`, `name?`.
+"""Fits a line that only IPython understands: `%magic`, `!command`, `names = !command`, `name?`.
 
 A line that begins with `%` and a space, such as `% 3`, or with `!=`, continues an expression of Python.
 """
@@ -31,8 +31,8 @@ class Document:
     """A file of code as one text. For a notebook, it knows the cell of each line.
 
     Args:
-        path: the file. Raises OSError, SyntaxError, ValueError, LookupError or RecursionError if it is neither source
-            nor a notebook.
+        path: the file. Raises OSError, SyntaxError, ValueError, LookupError, RecursionError or MemoryError if it
+            cannot be read as source or as a notebook.
 
     Attributes:
         text: the code.

@@ -50,8 +50,7 @@ _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
 """Nodes with arms, which a run may skip."""
 
 _MAX_DEPTH = 6
-"""The most names and calls that a `Flow` follows one after the other, from a use to the origin of its value."""
-
+"""The number of steps, such as from a name to its value, after which a `Flow` gives up."""
 
 _UNKNOWN = ast.Constant(None)
 """Stands for a value that the script does not show. It is no dtype."""
@@ -68,7 +67,7 @@ class Origin(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A 16-bit dtype that a value may have, the node that gave it, and whether it has a 16-bit dtype in every run."""
+    """A 16-bit dtype that a value may have, the node that gave it, and whether it may have only 16-bit dtypes."""
 
     dtype: str
     node: ast.AST
@@ -76,10 +75,10 @@ class Verdict(NamedTuple):
 
 
 class Flow:
-    """Follows values backwards: from a use, through assignments, arguments and functions, to the call that made them.
+    """Follows values backwards: from a use, through assignments, arguments and functions, to what gave their dtype.
 
     Nothing is run. An attribute such as `self.model` is the same variable in the whole script. Other names belong to
-    the function that binds them.
+    the function or module that binds them.
     """
 
     def __init__(self, script: Script) -> None:
@@ -99,7 +98,7 @@ class Flow:
                 self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
-        """Return the 16-bit dtype that the expression `node` may have when the node `at` runs; None if it has none."""
+        """Return the 16-bit dtype that the expression `node` may have when the node `at` runs, or None."""
         origins = self._find_origins(node, at, 0)
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
@@ -138,7 +137,7 @@ class Flow:
         if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
-            # an argument of a function is not the import of the same name
+            # a name that a function binds is not the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
         return self._find_in_values(values, depth)
 
@@ -154,7 +153,7 @@ class Flow:
     def _find_in_table(self, node: ast.Subscript, depth: int) -> list[str]:
         """Return the dtypes that `{"bf16": torch.bfloat16, ...}[key]` may mean.
 
-        If `key` is a constant, only the value at this key counts, else every value of the dict.
+        If `key` is a constant, the values at other constants do not count.
         """
         values: list[ast.expr] = []
         for table in [node.value, *self._values_of(node.value)]:
@@ -180,7 +179,7 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the dtypes in a dict of options: `{"dtype": ...}`, `dict(dtype=...)`, or a name of either."""
+        """Yield the values of `dtype` in options: in `{"dtype": ...}`, in `dict(dtype=...)`, or in a name of either."""
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
@@ -192,7 +191,7 @@ class Flow:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def _scope_of(self, name: ast.expr) -> ast.AST | None:
-        """Return the function, lambda or module that binds a name; None for an attribute, which has no scope."""
+        """Return the function, lambda or module that binds a name; None for other expressions, such as an attribute."""
         if not isinstance(name, ast.Name):
             return None
         frame = self._script.frame(name)
@@ -216,7 +215,7 @@ class Flow:
         return values
 
     def _find_assigned(self, name: str, scope: ast.AST | None) -> list[ast.expr]:
-        """Return the values that are assigned to a name in a function; for an attribute (`scope` None), anywhere."""
+        """Return the values that are assigned to a name in a scope, or anywhere if `scope` is None."""
         values = self._assigned.get(name, ())
         return [value for value in values if scope is None or self._script.frame(value) is scope]
 
@@ -240,10 +239,7 @@ class Flow:
                 yield _UNKNOWN  # the value that a user may give
 
     def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values that calls of a class in the script pass for a field, and the default of the field.
-
-        The default is left out if all calls pass the field.
-        """
+        """Yield the values that calls of a class pass for a field, and its default if they may use it."""
         calls = self._calls.get(class_name, [])
         passed = [argument_of(call, name) for call in calls]
         yield from (value for value in passed if value is not None)
@@ -253,10 +249,7 @@ class Flow:
             yield _UNKNOWN
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the values that calls in the script pass for the argument `name` of a function, and its default.
-
-        The default is left out if all calls pass the argument.
-        """
+        """Yield the values that calls pass for an argument of a function, and its default if they may use it."""
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -319,7 +312,7 @@ class Flow:
             return [*self._find_origins(node.body, at, depth + 1), *self._find_origins(node.orelse, at, depth + 1)]
         if isinstance(node, (ast.Name, ast.Attribute)):
             origins = self._follow_name(node, at, depth)
-            # `model.head` has the dtype of `model`
+            # `model.head` usually has the dtype of `model`
             if not origins and isinstance(node, ast.Attribute):
                 return self._find_origins(node.value, at, depth + 1)
             return origins or unknown
@@ -328,7 +321,7 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that the result of a call may have; an empty list if the script shows none."""
+        """Return the dtypes that the result of a call may have; perhaps an empty list if the script shows none."""
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -366,7 +359,7 @@ class Flow:
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        # calls in the same function come last, because the module and other functions run theirs earlier
+        # calls in the same function come last: usually, the others have run before
         for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
             frame = self._script.frame(call)
             if frame is here and not self._script.is_before(call, maker):
@@ -424,7 +417,7 @@ class Flow:
 
     @cached_property
     def _casts_in_place(self) -> list[tuple[ast.Call, ast.expr]]:
-        """Each statement that casts an object, such as `model.half().cuda()`, with the object."""
+        """Each call that is a statement and casts an object, such as `model.half().cuda()`, with the object."""
         casts = []
         for call in self._script.calls:
             if not isinstance(self._script.parent(call), ast.Expr):

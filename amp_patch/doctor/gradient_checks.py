@@ -9,7 +9,7 @@ from .scaler_flow import ScalerFlow, grade
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
-_UNSCALE = "Call scaler.unscale_(optimizer) before it."
+_UNSCALE = "Call scaler.unscale_(optimizer) before they are read."
 _CLAMPING = ("clamp_", "clip_", "clamp_min_", "clamp_max_", "renorm_")
 _CLIPPING_NAMES = ("clip_grad", "clip_gradient", "adaptive_clip", "clip_norm")
 """Parts of names of functions that clip gradients, of a library (`dispatch_clip_grad` of timm) or of the script."""
@@ -25,7 +25,7 @@ _SAME_VALUES = ("detach", "float", "cpu", "flatten", "view", "reshape", "clone",
 """Methods of a gradient whose result has the gradient's values."""
 
 _SCALE_FREE = ("isnan", "isinf", "isfinite", "all_reduce", "zero_", "mul_", "div_", "copy_")
-"""Functions and methods that scripts rightly use on scaled gradients."""
+"""Functions and methods that a script may rightly use on scaled gradients."""
 
 _PENALTIES = ("torch.autograd.grad",)
 
@@ -56,7 +56,7 @@ _PENALTIES = ("torch.autograd.grad",)
 def clips_scaled(script: Script) -> Iterator[Fault]:
     """After `scaler.scale(loss).backward()`, gradients are multiplied by the loss scale until `scaler.unscale_` or
     `scaler.step`. With a scale of 65536, max_norm=1 then limits the true gradients to a norm of 1 / 65536, and almost
-    every step is far too small.
+    every step is clipped.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -223,7 +223,7 @@ def _measures_directly(script: Script, call: ast.Call) -> bool:
 
 
 def _allows_for_scale(script: Script, call: ast.Call) -> bool:
-    """Return whether a measurement of a gradient is right at any scale.
+    """Return whether a measurement of a gradient seems right at any scale.
 
     That is so if its statement calls a function of `_SCALE_FREE`, compares the result with 0, or has a name with
     "scale" in it.

@@ -13,10 +13,10 @@ from ..errors import did_you_mean
 from .rules import Fault, rule
 from .script import Script
 
-_EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
+EXTENSIONS = {"amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda", *GONE_EXTENSIONS}
 """Apex's compiled modules, which scripts import without `apex.` in front: `import amp_C`."""
 
-_APEX_PACKAGES = {"apex", *_EXTENSIONS}
+_APEX_PACKAGES = {"apex", *EXTENSIONS}
 _STAND_IN = "amp_patch.apex"
 
 
@@ -54,7 +54,7 @@ def covered_imports(script: Script) -> Iterator[Fault]:
     """,
 )
 def uncovered_names(script: Script) -> Iterator[Fault]:
-    """The script would fail where it imports or uses the name, perhaps late in a run."""
+    """Without NVIDIA's apex, the script fails where it imports or uses the name, perhaps late in a run."""
     reported = set[str]()
     for node in script.nodes:
         for name in _apex_names(node):

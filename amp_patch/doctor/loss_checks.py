@@ -17,7 +17,7 @@ CLIPPERS = tuple(
 _MIXED_PRECISION = re.compile(
     r"\bamp\b|\bapex\b|autocast|GradScaler|float16|[bf]p?16|\.half\b|\baccelerate\b|deepspeed|lightning", re.IGNORECASE
 )
-"""Words of scripts that use mixed precision, by amp, by other means, or through a library."""
+"""Words of scripts that may use mixed precision, by amp, by other means, or through a library."""
 
 _READERS = ("item", "detach", "cpu", "numpy", "tolist")
 """Methods that scripts call on a loss to log it, and not to run a backward pass."""
@@ -98,7 +98,7 @@ def clips_in_block(script: Script) -> Iterator[Fault]:
     """,
 )
 def logged_scaled_losses(script: Script) -> Iterator[Fault]:
-    """The scaled loss is the loss times the loss scale. The scale starts at 65536, and changes during the run."""
+    """The scaled loss is the loss times the loss scale. A dynamic scale starts at 65536, and changes during the run."""
     if not script.expected.scales or not script.blocks:
         return
     names = {block.name for block in script.blocks}

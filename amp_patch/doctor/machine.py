@@ -1,6 +1,6 @@
 """Examines the machine: the versions of packages, the devices, the speed of 16-bit dtypes on them, and `apex`.
 
-torch is imported only when devices are examined, because the doctor reads scripts without it.
+torch is imported only when devices are examined.
 """
 
 import importlib.machinery
@@ -58,7 +58,7 @@ class ApexInstall:
     Attributes:
         kind: "none"; "with amp" or "without amp" for NVIDIA's; "stand-in" for amp_patch's; "other".
         location: its folder, or its file; None if there is no package, or if it is only in memory.
-        version: from its metadata; None if it has none.
+        version: of the installed distribution `apex`; None if there is none.
     """
 
     kind: str

@@ -15,9 +15,8 @@ _PREFIXES = (
 )
 """Prefixes of dotted names, each with its replacement.
 
-The rules of the doctor know one spelling of each function: `amp.initialize` stands for Apex's and amp_patch's. The
-function `canonical` replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter
-one.
+In the rules of the doctor, `amp.initialize` stands for Apex's function and for amp_patch's. The function `canonical`
+replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter one.
 """
 
 

@@ -11,8 +11,8 @@ from .scaler_flow import ScalerFlow
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
-_MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16")
-"""A script whose code makes values in 16 bits has one of these words."""
+_MAY_BE_LOW = re.compile(r"half\b|Half|float16|[bf]p?16|16-true")
+"""Words of scripts that may make values in 16 bits."""
 
 _KEEPS_UPDATES = re.compile(
     r"deepspeed|fsdp|master_?(?:params?|weights?|copy|copies)|(?:fp32|float32)_(?:params?|copy|weights?|groups?)|kahan"
@@ -22,12 +22,12 @@ _KEEPS_UPDATES = re.compile(
 )
 """If a script has one of these names, its training may keep small updates even with 16-bit weights.
 
-For example, it has float32 copies of the weights (masters), uses Kahan sums or stochastic rounding, or trains only a
+For example, it may have float32 copies of the weights (masters), use Kahan sums or stochastic rounding, or train only a
 few new weights, such as LoRA's.
 """
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
-"""Classes that make an AdamW of torch for the model's weights, and keep these in the dtype that they have."""
+"""Classes that, by default, make an AdamW of torch for the model's weights, and keep the dtype of the weights."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
@@ -137,9 +137,9 @@ def _may_train(script: Script, fabric: ast.Call) -> bool:
 
 
 def find_trainers(script: Script) -> Iterator[tuple[str, ast.AST, list[ast.expr]]]:
-    """Yield each optimizer of torch.optim as (name of its class, `_last_step_of` it, the models that it may train).
+    """Yield each optimizer of torch.optim as (name of its class, its last step, the models that it may train).
 
-    Also yield each trainer of transformers or trl whose `train` is called, because it makes such an optimizer itself:
+    Also yield each trainer of transformers or trl whose `train` is called, as
     (name of its class, the call that makes it, [its model]). Leave out optimizers that are passed to `initialize`.
     """
     trained = {text_of(receiver) for _, receiver in script.method_calls("train")}
@@ -167,7 +167,7 @@ def _class_of(script: Script, call: ast.Call) -> str:
 
 
 def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
-    """Return whether an optimizer is passed to `initialize`. Then amp makes masters, or warns."""
+    """Return whether an optimizer is passed to `initialize`."""
     targets = {assignment.target for assignment in script.assignments if assignment.value is optimizer}
     given = {name for call in script.initializations for name in names_in(call)}
     return bool(targets & given)
@@ -249,7 +249,7 @@ def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
     """,
 )
 def averages_in_low(script: Script) -> Iterator[Fault]:
-    """Each step moves an average by about a thousandth of its distance from the weights. 16 bits round most of these
+    """Each step moves an average by a small part of its distance from the weights. 16 bits round most of these
     moves to nothing, and the average hardly leaves its first value.
     """
     if not may_be_low(script):
@@ -282,7 +282,7 @@ _AVERAGING = ("lerp_", "mul_", "add_", "sub_", "addcmul_")
 
 
 def _is_averaged(script: Script, name: str) -> bool:
-    """Return whether the script updates a copy of a model as an average of weights.
+    """Return whether the script seems to update a copy of a model as an average of weights.
 
     It does so in a loop over the copy's parameters, or by a function such as `torch._foreach_lerp_`.
     """

@@ -27,8 +27,9 @@ from .script import Script, expect
 _SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages"})
 _SUFFIXES = (".py", ".ipynb")
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([^\]]*)\])?")
-_MAY_HAVE_FAULTS = re.compile(r"amp|apex|autocast|backward\(|half|float16|[bf]p?16")
-"""Every script in which a rule can find a fault has one of these words."""
+_WORDS = r"amp|apex|autocast|backward|scale_loss|(?i:scaler)|[hH]alf|float16|[bf]p?16|16-true"
+_MAY_HAVE_FAULTS = re.compile("|".join([_WORDS, *sorted(import_checks.EXTENSIONS)]))
+"""A script without any of these words has no fault that a rule finds."""
 
 _EVERY_CODE = "*"
 """Stands for all codes, after `# amp-patch: ignore` without a code."""
@@ -85,11 +86,11 @@ class Project:
 
     @property
     def uses_amp(self) -> bool:
-        """Whether any file calls amp."""
+        """Whether any file calls a function of amp."""
         return any(script.uses_amp for script in self._scripts)
 
     def _read(self, file: Path) -> None:
-        """Add a file to the scripts, or a finding if it cannot be read or parsed."""
+        """Add a file to the scripts, and a finding for each part of it that cannot be read or parsed."""
         shown, document = str(file), None
         try:
             document = Document(file)

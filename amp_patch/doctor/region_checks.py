@@ -22,7 +22,7 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 """The dtype of a region that names only its device."""
 
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
-"""Fits words in scripts that scale losses, or use a library that scales them."""
+"""Fits words in scripts that may scale losses, or use a library that scales them."""
 
 
 class Region(NamedTuple):
@@ -112,11 +112,11 @@ def float16_without_scale(script: Script) -> Iterator[Fault]:
         if loss is None or (_is_scaled(script, loss) and not has_disabled_scaler):
             continue
         if script.frame(loss) is script.tree and not any(script.method_calls("step")):
-            continue  # a script that never steps only measures the time of a backward pass
+            continue  # a script without steps may only measure the time of a backward pass
         dtypes = dtypes_of(script, flow, region.call)
         if "float16" not in dtypes:
             continue
-        message = "a region of float16, and no GradScaler: small gradients become zero"
+        message = "a region of float16, and no loss scale: small gradients become zero"
         advice = "Scale the loss by a torch.amp.GradScaler, or use dtype=torch.bfloat16, which needs none."
         if set(dtypes) == {"float16"}:
             yield Fault(region.call, "warning", message, advice)
@@ -197,7 +197,7 @@ def _disables_gradients(entered: ast.expr) -> bool:
 
 def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:
     """Return whether every statement of a region is a `with` block without gradients."""
-    statements = body.body if isinstance(body, (ast.With, ast.AsyncWith)) else []
+    statements: list[ast.stmt] = getattr(body, "body", [])
     blocks = (ast.With, ast.AsyncWith)
     return bool(statements) and all(
         isinstance(statement, blocks) and _is_without_gradients(script, statement) for statement in statements
@@ -205,7 +205,7 @@ def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:
 
 
 def _is_scaled(script: Script, loss: ast.expr) -> bool:
-    """Return whether a loss is multiplied by a scale, or is passed to a function or method `scale`."""
+    """Return whether a loss seems to be multiplied by a scale, or is passed to a function or method `scale`."""
     for value in (loss, *script.values_of(text_of(loss))):
         for node in ast.walk(value):
             if isinstance(node, ast.Call) and function_of(node) == "scale":
@@ -218,7 +218,7 @@ def _is_scaled(script: Script, loss: ast.expr) -> bool:
 
 
 def _is_scale_factor(factor: ast.expr) -> bool:
-    """Return whether a factor is a loss scale: a number above 1, or an expression with "scale" in a name."""
+    """Return whether a factor may be a loss scale: a number above 1, or an expression with "scale" in a name."""
     # a smaller number is the weight of a term
     if isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float)) and factor.value > 1:
         return True
@@ -280,7 +280,7 @@ def _has_training_loop(script: Script, body: ast.AST) -> bool:
 
 
 def _may_call(script: Script, call: ast.Call, function: ast.FunctionDef) -> bool:
-    """Return whether a call may run a function or method of the script with the same name."""
+    """Return whether a call seems to run `function`, a function or method of the script."""
     if function_of(call) != function.name:
         return False
     holder = script.parent(function)
@@ -375,7 +375,7 @@ _LOSSES = re.compile(r"(?:cross_entropy|mse_loss|l1_loss|nll_loss|kl_div|\w*crit
 )
 def computes_loss_outside(script: Script) -> Iterator[Fault]:
     """A model may return 16-bit outputs. In the region, autocast computes most losses in float32. Outside of it, a loss
-    may be computed in the dtype of the outputs: its value is rounded, and sums of squares overflow in float16.
+    may be computed in the dtype of the outputs: its value is rounded, and sums of squares may overflow in float16.
     """
     for region in find_regions(script):
         body = region.body
@@ -401,7 +401,8 @@ def _is_output_at(script: Script, name: str, body: ast.With | ast.AsyncWith, cal
     """
     values = script.values_of(name)
     if len(values) == 1 and script.frame(call) is not script.frame(body):
-        return True  # the only value is the result of the function with the region
+        # another function has no access to a local variable of the function with the region
+        return "." in name or script.frame(values[0]) is script.frame(call)
     # a value from elsewhere, such as `output.float()`, may have replaced the output
     has_only_outputs = all(script.parent(value) in body.body for value in values)
     return has_only_outputs and ScalerFlow(script).are_in_order(body, call)
@@ -421,7 +422,7 @@ def _find_assigned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> It
 
 
 def _find_returned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
-    """Yield the names to which other functions assign the result of the region's function, if the region ends with a
+    """Yield the names to which code outside of the region's function assigns its result, if the region ends with a
     return such as `return model(...)`.
     """
     function, last = script.frame(body), body.body[-1]

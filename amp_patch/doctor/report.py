@@ -17,7 +17,7 @@ _MARGIN = "    "  # before the advice of a finding
 _APEX = {
     "none": "not installed",
     "with amp": "NVIDIA's, with amp",
-    "without amp": "NVIDIA's, without amp (as since May 2025)",
+    "without amp": "NVIDIA's, without amp (removed in May 2025)",
     "stand-in": "amp_patch's stand-in",
     "other": "another package of that name",
 }

@@ -19,8 +19,8 @@ from .script import Script
 Severity = Literal["error", "warning", "note"]
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-"""error: the script fails, or computes wrong numbers. warning: it does so at some levels, or in some runs. note: worth
-knowing.
+"""error: the script fails, computes wrong numbers, or cannot be read. warning: it may fail, or train worse. note:
+worth knowing.
 """
 
 

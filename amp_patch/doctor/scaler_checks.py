@@ -100,7 +100,7 @@ def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
         return False
     if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):
         return False
-    # after one of these calls, the step uses gradients of other losses, too, or none of this loss
+    # after one of these calls, the step may use other gradients
     replacing = [*flow.plain_backwards, *flow.steps, *flow.updates, *flow.zeroings]
     return not any(flow.between(replacing, loss, step))
 
@@ -189,7 +189,7 @@ def unscales_twice(script: Script) -> Iterator[Fault]:
 )
 def unscales_low_weights(script: Script) -> Iterator[Fault]:
     """GradScaler refuses gradients in float16: "Attempting to unscale FP16 gradients". Only the step of a fused
-    optimizer takes them. It expects float32 weights; torch.autocast casts them for the ops that gain from 16 bits.
+    optimizer takes them. Keep the weights in float32; torch.autocast casts them for the ops that gain from 16 bits.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not (flow.steps or flow.unscales):
@@ -245,8 +245,8 @@ def _may_be_fused(script: Script, optimizer: ast.expr) -> bool:
 )
 def zeroes_before_step(script: Script) -> Iterator[Fault]:
     """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". If the
-    optimizer is fused, `scaler.update` raises it instead. With `set_to_none=False`, the step uses zeros, and nothing
-    raises. The same error appears if the loss does not depend on the parameters of the optimizer.
+    optimizer is fused, `scaler.update` raises an error instead. With `set_to_none=False`, the step uses zeros, and
+    nothing raises. The same error appears if the loss does not depend on the parameters of the optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -302,7 +302,7 @@ def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> boo
 )
 def scales_bfloat16(script: Script) -> Iterator[Fault]:
     """bfloat16 has the range of float32, so its gradients need no scale. A GradScaler makes each step wait for the
-    device, unless the optimizer is fused, and skips steps whose gradients would fit without a scale.
+    device, unless the optimizer is fused, and may skip steps whose gradients would fit without a scale.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.is_always_enabled or not flow.scaled_backwards:

@@ -1,6 +1,6 @@
 """`ScalerFlow`: the calls of a script on its GradScaler, and the order in which they run.
 
-The script is not run. So all answers are guesses from its text. Rules report nothing if the text may mean otherwise.
+The script is not run. So all answers are guesses from its text.
 """
 
 import ast
@@ -14,7 +14,7 @@ from .tree import argument_of, end, function_of, names_in, position, text_of
 
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
 _CONDITION = re.compile(r"scal|amp|fp16|half|mixed|precision|autocast|enabled", re.IGNORECASE)
-"""Names in the condition of an `if` that may decide whether losses are scaled."""
+"""Text in the condition of an `if` that may decide whether losses are scaled."""
 
 _BRANCHES = (ast.If, ast.IfExp, ast.Try, ast.Match, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler)
 """Nodes whose parts may run seldom, never, or several times.
@@ -24,7 +24,7 @@ An *arm* is one such part: the node, and the name of its field that holds the pa
 
 
 class ScalerFlow:
-    """The calls on GradScalers in a script. Their order is known only for calls in the same function."""
+    """The calls on GradScalers in a script, and their order within a function."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -47,21 +47,19 @@ class ScalerFlow:
         return frozenset(
             assignment.target
             for assignment in self._script.assignments
-            if any(node in self.makers for node in ast.walk(assignment.value))
+            if not _alternatives_of(assignment.value).isdisjoint(self.makers)
         )
 
     @cached_property
     def is_used(self) -> bool:
-        """Whether the script may use an enabled GradScaler: it gets one from elsewhere, or makes one without
-        `enabled=False`.
-        """
+        """Whether the script may use an enabled GradScaler: it makes none itself, or one without `enabled=False`."""
         if "scaler" not in self._script.text.lower():
             return False
         return not self.makers or not all(map(_is_disabled, self.makers))
 
     @cached_property
     def is_always_enabled(self) -> bool:
-        """Whether the script makes GradScalers, and its text enables each of them in every run."""
+        """Whether the script makes GradScalers, each with `enabled` left out or True."""
         return bool(self.makers) and all(map(_is_enabled, self.makers))
 
     def is_scaler(self, node: ast.expr) -> bool:
@@ -91,17 +89,37 @@ class ScalerFlow:
         return self._calls_of("update")
 
     @cached_property
-    def _scaled_names(self) -> frozenset[str]:
-        """The names that hold a scaled loss, or a value that is computed from one."""
-        scaled = set[str]()
+    def _assigning_frames(self) -> dict[str, set[ast.AST]]:
+        """For each name, the functions that assign to it."""
+        frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
-            if self._has_scale(assignment.value) or names_in(assignment.value) & scaled:
-                scaled.add(assignment.target)
-        return frozenset(scaled)
+            frames.setdefault(assignment.target, set()).add(self._script.frame(assignment.value))
+        return frames
+
+    @cached_property
+    def _scaling_frames(self) -> dict[str, set[ast.AST]]:
+        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign this."""
+        frames: dict[str, set[ast.AST]] = {}
+        for assignment in self._script.assignments:
+            if self._is_scaled(assignment.value, frames):
+                frames.setdefault(assignment.target, set()).add(self._script.frame(assignment.value))
+        return frames
 
     def is_scaled(self, value: ast.expr) -> bool:
-        """Return whether an expression is a scaled loss, or is computed from one."""
-        return self._has_scale(value) or bool(names_in(value) & self._scaled_names)
+        """Return whether an expression may be a scaled loss, or be computed from one."""
+        return self._is_scaled(value, self._scaling_frames)
+
+    def _is_scaled(self, value: ast.expr, scaling_frames: dict[str, set[ast.AST]]) -> bool:
+        """Return the answer of `is_scaled`, given the names that hold scaled losses, with their functions."""
+        if self._has_scale(value):
+            return True
+        frame = self._script.frame(value)
+        for name in names_in(value) & scaling_frames.keys():
+            # a local variable of this function, not the scaled one of another
+            is_local = "." not in name and frame in self._assigning_frames[name]
+            if not is_local or frame in scaling_frames[name]:
+                return True
+        return False
 
     def _has_scale(self, value: ast.AST) -> bool:
         """Return whether an expression contains a call `scaler.scale(loss)`."""
@@ -182,7 +200,7 @@ class ScalerFlow:
 
     @cached_property
     def plain_steps(self) -> list[ast.Call]:
-        """The calls `optimizer.step()`, which do not go through a scaler."""
+        """The calls `optimizer.step()`."""
         return [call for call, receiver in self._script.method_calls("step") if self._script.is_optimizer(receiver)]
 
     @cached_property
@@ -191,7 +209,7 @@ class ScalerFlow:
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
     def meets_scaled_gradients(self, node: ast.AST) -> bool:
-        """Return whether a node runs between a scaled backward pass and its step, while gradients are still scaled."""
+        """Return whether a node runs between a scaled backward pass and a step, while gradients are still scaled."""
         for loss in self.scaled_backwards_and_callers:
             for step in self._steps_and_callers:
                 if not self.are_in_order(loss, node, step) or self.may_unscale_between(loss, node):
@@ -241,8 +259,9 @@ class ScalerFlow:
         return False
 
     def _may_vary(self, branch: ast.AST) -> bool:
-        """Return whether a branch may be taken in some iterations of a loop only: its test calls something, or reads a
-        name that the loop assigns.
+        """Return whether a branch may be taken in some iterations of a loop only.
+
+        An `if` may vary if its test calls something, or reads a name that the loop assigns. All other branches may.
         """
         if not isinstance(branch, (ast.If, ast.IfExp)):
             return True
@@ -272,7 +291,7 @@ class ScalerFlow:
         return False
 
     def _depends_on_scale(self, branch: ast.If | ast.IfExp) -> bool:
-        """Return whether the test of an `if` has a word such as "amp", or an arm has a scaled backward pass or step."""
+        """Return whether the test of an `if` has text such as "amp", or an arm has a scaled backward pass or step."""
         if _CONDITION.search(ast.unparse(branch.test)):
             return True
         inside = set(ast.walk(branch))
@@ -286,10 +305,9 @@ class ScalerFlow:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled backward pass before a call `event`, if a later `step` uses its gradients.
+        """Return the last scaled backward pass before the call `event`, if the call `step` after it uses its gradients.
 
-        Returns None if that is not sure: if the step may run without the event before it, if a backward pass may run
-        between the two, or if no scaled backward pass comes before the event.
+        Returns None if this is not sure, for example if a backward pass may run between `event` and `step`.
         """
         if not self.are_in_order(event, step) or not self.surely_runs(event, step):
             return None
@@ -317,6 +335,15 @@ class ScalerFlow:
             if isinstance(node, ast.Attribute) and node.attr in ("unscale_", "unscale", "_scale"):
                 return True
         return False
+
+
+def _alternatives_of(value: ast.expr) -> set[ast.expr]:
+    """Return the expressions whose value an expression may have: `a` and `b` for `a if c else b` and for `a or b`."""
+    if isinstance(value, ast.IfExp):
+        return _alternatives_of(value.body) | _alternatives_of(value.orelse)
+    if isinstance(value, ast.BoolOp):
+        return set[ast.expr]().union(*map(_alternatives_of, value.values))
+    return {value}
 
 
 def _is_call_of(call: ast.Call, names: set[str]) -> bool:

@@ -87,7 +87,7 @@ class Script(Tree):
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield each call of a method with one of these names, with its object: `model` of `model.half()`.
 
-        Leaves out functions of an imported module, such as `torch.save()`.
+        Leaves out calls on imported names, such as `torch.save()`.
         """
         for call in self.calls:
             function = call.func
@@ -116,7 +116,7 @@ class Script(Tree):
 
     @cached_property
     def uses_amp(self) -> bool:
-        """Whether the script calls amp, of Apex or of this package."""
+        """Whether the script calls a function in `_AMP`."""
         return "amp" in self.text and bool(self.calls_of(*_AMP))
 
     @cached_property
@@ -145,7 +145,7 @@ class Script(Tree):
         return blocks
 
     def is_in_block(self, node: ast.AST) -> bool:
-        """Return whether a node is in the body of a `scale_loss` block."""
+        """Return whether a node is in a `scale_loss` block."""
         statements = [block.statement for block in self.blocks]
         for outer, _ in self.around(node):
             if outer in statements:
@@ -268,7 +268,7 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
     """Return the value of an argument if it is a constant, or a name whose only value is a constant.
 
-    Returns the text of any other expression, and `default` if `node` is None, because the argument is not given.
+    Returns text for any other expression, and `default` if `node` is None, because the argument is not given.
     """
     if node is None:
         return default

@@ -25,7 +25,7 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
 def models_moved_late(script: Script) -> Iterator[Fault]:
     """`initialize` prepares casts for the type of the model's device. `scale_loss` refuses a loss on any other type."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
-        return  # models are made on the default device, so a later move changes nothing
+        return  # models may be made on the default device, so a later move may change nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
     for call in script.initializations:
         for model in parts_of(argument_of(call, "models", 0)):
@@ -40,7 +40,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 
 
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
-    """Return whether the last value of a name before a call is a model on the CPU.
+    """Return whether the last value of a name before a call is probably a model on the CPU.
 
     It is if a class makes it, as in `Net()`, or if `from_pretrained` does. Other functions may move it to a device.
     """
@@ -76,9 +76,7 @@ def _is_move(script: Script, call: ast.Call) -> bool:
     """,
 )
 def optimizers_made_anew(script: Script) -> Iterator[Fault]:
-    """amp knows only the optimizers that are passed to `initialize`. `scale_loss` raises an error for any other, and at
-    O2 the steps of any other change nothing.
-    """
+    """amp knows only the optimizers that are passed to `initialize`. `scale_loss` raises an error for any other."""
     stepped = {text_of(receiver) for _, receiver in script.method_calls("step")}
     given_anywhere: set[str] = set()
     for call in script.initializations:

@@ -1,4 +1,4 @@
-"""`Tree`: a syntax tree with parents. It tells which of two nodes runs first, and which never run in the same pass.
+"""`Tree`: a syntax tree with parents. It tells which of two nodes comes first, and whether one excludes the other.
 
 A pass is one run of the body of a function, or of the module, with at most one turn of each loop.
 """
@@ -26,7 +26,7 @@ def text_of(node: ast.AST) -> str:
     """Return the source text of a node, with uniform spaces and quotes."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute):
+    if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
         return f"{text_of(node.value)}.{node.attr}"
     return ast.unparse(node)
 
@@ -52,7 +52,7 @@ def parts_of(node: ast.expr | None) -> list[ast.expr]:
 
 
 def function_of(call: ast.Call) -> str:
-    """Return the last part of the name of the called function or method, such as `step`."""
+    """Return the text of the called function after its last dot, such as `step` for `optimizer.step()`."""
     return text_of(call.func).rpartition(".")[2]
 
 
@@ -67,7 +67,10 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 
 class Tree:
-    """The nodes of a module, with their parents. An arm of an `if` that a constant turns off (`if 0:`) is removed."""
+    """The nodes of a module, with their parents.
+
+    An arm of an `if` statement that a constant turns off (`if 0:`) is removed.
+    """
 
     def __init__(self, tree: ast.Module) -> None:
         for node in ast.walk(tree):
@@ -122,7 +125,7 @@ class Tree:
         return self.tree
 
     def is_in_loop(self, node: ast.AST) -> bool:
-        """Return whether a node is in the body of a loop that is in the same function or class as the node."""
+        """Return whether a node is in the body of a loop; a loop outside of its function or class does not count."""
         for outer, field in self.around(node):
             if isinstance(outer, SCOPES):
                 return False
@@ -135,12 +138,12 @@ class Tree:
         return next((outer for outer, _ in self.around(node) if isinstance(outer, LOOPS)), None)
 
     def is_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether both nodes have the same frame, can run in one pass, and `first` comes first in the text."""
+        """Return whether both nodes have the same frame, are not exclusive, and `first` comes first in the text."""
         is_earlier = end(first) <= position(second) and self.frame(first) is self.frame(second)
         return is_earlier and not self.are_exclusive(first, second)
 
     def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether a pass that runs `first` leaves before it comes to `second`.
+        """Return whether a pass that runs `first` seems to leave before it comes to `second`.
 
         It does if a statement that contains `first` and not `second` holds `first` in a block that ends with `return`
         or `raise`, or with a `continue` or `break` whose loop contains `second`.

@@ -81,7 +81,7 @@ def _arguments_of(call: ast.Call) -> list[ast.expr]:
     """,
 )
 def updates_too_early(script: Script) -> Iterator[Fault]:
-    """`scaler.update` may change the scale, by default to its half or double. A later `scaler.step` then divides
+    """`scaler.update` may change the scale, by default to its half or double. A later `scaler.step` may then divide
     gradients by a scale that they were not multiplied by. And `update` forgets an `unscale_`: the step unscales the
     gradients a second time.
     """
@@ -109,8 +109,8 @@ def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
 
 
 def _updates_for_each_optimizer(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a step is in a loop over optimizers that also calls `scaler.update`, and that comes after the
-    backward passes of all losses.
+    """Return whether a step is in a loop over optimizers that also calls `scaler.update`, and that has no backward pass
+    but comes after one.
     """
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):

@@ -110,8 +110,8 @@ def _is_repeated(script: Script, node: ast.AST, target: str, made: ast.expr) -> 
     if not is_same_function:
         # an attribute, such as `self.total`, is the same tensor in each call; a plain name is another tensor
         return "." in target
-    is_in_own_loop = script.is_in_loop(node) and not script.is_in_loop(made)
-    return is_in_own_loop and not _adds_once(script, node, made)
+    loops = _loops_without(script, node, made)
+    return bool(loops) and not _adds_once(node, loops)
 
 
 def _adds_to_part(node: ast.AST) -> bool:
@@ -121,24 +121,34 @@ def _adds_to_part(node: ast.AST) -> bool:
     return not isinstance(node.value, ast.Constant)
 
 
-def _adds_once(script: Script, node: ast.AST, made: ast.expr) -> bool:
+def _loops_without(script: Script, node: ast.AST, made: ast.expr) -> list[ast.AST]:
+    """Return the loops whose body holds `node`, in the same function, and does not hold `made`."""
+    around_made = {outer for outer, _ in script.around(made)}
+    frame = script.frame(node)
+    loops: list[ast.AST] = []
+    for outer, field in script.around(node):
+        if outer is frame:
+            break
+        if isinstance(outer, LOOPS) and field == "body" and outer not in around_made:
+            loops.append(outer)
+    return loops
+
+
+def _adds_once(node: ast.AST, loops: list[ast.AST]) -> bool:
     """Return whether the loops around an addition add to an element once or a few times, as does
     `for i in range(n): x[i] += y`.
 
-    They do if the counter of each loop occurs in an index. Loops in which the tensor is made do not matter, because
-    each iteration makes a new tensor.
+    They do if the counter of each loop occurs in an index.
     """
     index_names = set[str]()
     for part in ast.walk(node):
         if isinstance(part, ast.Subscript):
             index_names |= names_in(part.slice)
-    around_made = {outer for outer, _ in script.around(made)}
-    loops = [outer for outer, _ in script.around(node) if isinstance(outer, LOOPS) and outer not in around_made]
-    return bool(loops) and all(index_names & set(_counters_of(loop)) for loop in loops)
+    return all(index_names & set(_counters_of(loop)) for loop in loops)
 
 
 def _counters_of(loop: ast.AST) -> Iterator[str]:
-    """Yield the name that counts the passes of a loop: `i` of `range(n)`, or of `enumerate(x)`."""
+    """Yield the name that counts the passes of a loop, if it has one: `i` of `range(n)`, or of `enumerate(x)`."""
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not isinstance(loop.iter, ast.Call):
         return
     name, target = function_of(loop.iter), loop.target
@@ -207,7 +217,7 @@ def positions_in_low(script: Script) -> Iterator[Fault]:
             continue
         name = "torch.arange" if is_made else text_of(positions)
         severity, message = grade_by(
-            verdict, f"{name} in {verdict.dtype}: whole numbers above {LARGEST[verdict.dtype]} become equal"
+            verdict, f"{name} in {verdict.dtype}: some whole numbers above {LARGEST[verdict.dtype]} become equal"
         )
         yield Fault(
             call, severity, message, "Keep it in an integer dtype or float32, and cast values computed from it."
@@ -215,27 +225,27 @@ def positions_in_low(script: Script) -> Iterator[Fault]:
 
 
 def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
-    """Return whether the tensor `node` that the call `cast` casts holds positions or timesteps.
+    """Return whether the tensor `node` that the call `cast` casts seems to hold positions or timesteps.
 
-    It does if `torch.arange` makes it. A name such as `position_ids`, of the tensor or of the variable that gets the
-    result, also says so, unless the tensor is scaled to another range.
+    It does if `torch.arange` makes it, or if it or the result of the cast has a name such as `position_ids`. It does
+    not if it is scaled to another range.
     """
+    # timesteps that are scaled to 0..1 are no whole numbers
+    if _is_scaled_down(script, node):
+        return False
     parent = script.parent(cast)
     names = [text_of(target) for target in parent.targets] if isinstance(parent, ast.Assign) else []
     is_variable = isinstance(node, (ast.Name, ast.Attribute))
     if is_variable:
         names.append(text_of(node))
     if any(_POSITIONS.match(name.rpartition(".")[2]) for name in names):
-        # timesteps that are scaled to 0..1 are no whole numbers
-        if _is_scaled_down(script, node):
-            return False
         # another expression, such as `embed(timesteps)`, is computed from positions and holds none
         return is_variable or isinstance(node, ast.Subscript) or _is_from(script, node, _ARANGE)
     return any(_is_from(script, value, _ARANGE) for value in (node, *_own_values(script, node)))
 
 
 def _is_scaled_down(script: Script, node: ast.expr) -> bool:
-    """Return whether a tensor was computed by a division or subtraction, or is divided by `/=`."""
+    """Return whether a tensor may be computed by a division or subtraction, or is divided by `/=`."""
     parts = [part for value in _own_values(script, node) for part in ast.walk(value)]
     if any(isinstance(part, ast.BinOp) and isinstance(part.op, (ast.Div, ast.Sub)) for part in parts):
         return True

@@ -95,6 +95,19 @@ def test_sigterm_ends_the_script_too_and_keeps_the_best_so_far(call, monkeypatch
     assert code == 143 and "nothing is written" in err and not (tmp_path / "other.yaml").exists()
 
 
+def test_an_interrupt_counts_in_a_run_that_is_over_meanwhile(monkeypatch):
+    class Process(subprocess.Popen):
+        events = [subprocess.TimeoutExpired("python", 1), KeyboardInterrupt()]
+
+        def wait(self, timeout=None):
+            if self.events:
+                raise self.events.pop()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    assert scripts._call([sys.executable, "-S", "-c", "pass"], {}, lambda: True) == -signal.SIGINT
+
+
 def test_an_interrupt_is_told_once_a_quiet_script_has_ended(tmp_path, monkeypatch):
     waits = []
 

@@ -103,6 +103,8 @@ SURE = {
     "count": "count = torch.zeros(1, dtype=torch.half)  # AMP604\nwhile True:\n    count = count + 1\n",
     "statistics": "mean = torch.zeros(8).bfloat16()  # AMP604\nfor x in batches:\n"
     "    mean.mul_(0.9).add_(x.mean(0), alpha=0.1)\n",
+    "sum-of-each-epoch": "for epoch in epochs:\n    total = torch.zeros((), dtype=torch.bfloat16)  # AMP604\n"
+    "    for x in batches:\n        total += x\n",
     "degrees": "degree = torch.zeros(n, dtype=torch.bfloat16)  # AMP604\nfor row in edges:\n    degree[row] += 1\n",
     "buffer": "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
     "        self.register_buffer('seen', torch.zeros((), dtype=torch.bfloat16))  # AMP604\n"
@@ -213,6 +215,10 @@ HEALTHY = {
     "    loss.backward()\n    optimizer.step()\n",
     "loop-without-a-cache": "with torch.autocast('cuda', torch.bfloat16, cache_enabled=False):\n    for x in batches:\n"
     "        model(x).backward()\n        optimizer.step()\n",
+    "argument-with-the-name-of-an-output": "def train():\n    with torch.autocast('cuda', dtype=torch.bfloat16):\n"
+    "        output = model(x)\n        loss = F.mse_loss(output, y)\n    loss.backward()\n"
+    "def score(output):\n    return F.mse_loss(output, y)\n",
+    "positions-scaled-by-hand": "t = torch.arange(5000.0)\nt /= 5000\nx = t.half()\n",
     "evaluation-loop-in-a-region": "with torch.no_grad(), torch.autocast('cuda'):\n    for x in batches:\n"
     "        model(x)\n",
 }

@@ -81,6 +81,18 @@ def test_odd_but_sound_files_have_no_findings(content, write, recwarn):
     assert diagnose(write(content)) == [] and len(recwarn) == 0
 
 
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        pytest.param("from lightning.pytorch import Trainer\nTrainer(precision='16-true')\n", "AMP601", id="lightning"),
+        pytest.param("scaler.unscale_(optimizer)\nscaler.unscale_(optimizer)\n", "AMP704", id="scaler-from-elsewhere"),
+        pytest.param("import syncbn\n", "AMP102", id="compiled-module"),
+    ],
+)
+def test_faults_are_found_in_scripts_without_the_usual_words(content, code, write):
+    assert [finding.code for finding in diagnose(write(content))] == [code]
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_columns_count_characters_and_lines_are_pythons(newline, write):
     (finding,) = diagnose(write((SETUP + f"'é\f'; {FAULT}").replace("\n", newline)))

@@ -121,6 +121,11 @@ RIGHT = {
     "scaler.step(first)\nscaler.step(second)\nscaler.update()\n",
     "update-elsewhere": "engine = Engine(scaler)\nwhile True:\n    scaler.scale(loss).backward()\n"
     "    scaler.step(optimizer)\n",
+    "scaled-in-another-function": "def amp():\n    loss = scaler.scale(f(x))\n    loss.backward()\n"
+    "    scaler.step(optimizer)\n    scaler.update()\n"
+    "def plain():\n    loss = f(x)\n    loss.backward()\n    optimizer.step()\n",
+    "object-that-holds-the-scaler": "trainer = Trainer(torch.amp.GradScaler())\nfor x in loader:\n"
+    "    f(x).backward()\n    trainer.step(x)\n",
     "data-scaler": "scaler = StandardScaler()\nloss.backward()\nscaler.fit(x)\noptimizer.step()\n",
     "state-copied-in-memory": f"{GO}{STEP}optimizer.load_state_dict(optimizer.state_dict())\n",
     "half-for-serving": f"model = Net()\noptimizer = torch.optim.SGD(model.parameters())\n{GO}{STEP}model.half()\n",

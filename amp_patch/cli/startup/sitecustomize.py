@@ -1,11 +1,11 @@
 """Sets up a script for `amp-patch run` and the other commands that run scripts.
 
 Python imports a module named `sitecustomize` when it starts. Such a command puts the folder of this file at the front
-of PYTHONPATH. So the Python that it starts imports this file, and so do the Pythons that the script starts.
+of PYTHONPATH. So the Python that it starts imports this file, and so can the Pythons that the script starts.
 
-This module installs amp_patch's stand-in for `apex`. If the command asks for it, this module also redirects the files
-that the script writes, applies op lists to its use of torch.autocast, and starts a recording. Then it runs the
-`sitecustomize` that Python would have imported otherwise.
+This module can install amp_patch's stand-in for `apex`, redirect the files that the script writes, apply op lists to
+its use of torch.autocast, and start a recording. Then it runs the `sitecustomize` that Python would have imported
+otherwise.
 
 A script may also start a Python of another installation, of any version, even 2.7, without this package or its
 requirements. There, this module must neither fail nor print anything. So annotations are comments, which Python 2
@@ -48,7 +48,7 @@ def _start():  # type: () -> None
 
 
 def _install(settings):  # type: (dict) -> None  # type: ignore[type-arg]
-    """Do all that the settings ask for. If `_watch` raises an error, remove the stand-in again."""
+    """Do what the settings ask for. If `_watch` raises an error, remove the stand-in again."""
     if "scratch" in settings:
         from amp_patch.scratch.redirect import redirect
 
