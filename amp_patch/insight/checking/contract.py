@@ -165,6 +165,11 @@ class StepsRecord:
     values: tuple[float, ...]
     bands: tuple[float | None, ...]
 
+    @property
+    def noun(self) -> str:
+        """The noun for what has a value: "step", or "optimizer step" for a norm."""
+        return "optimizer step" if self.name.endswith("norm") else "step"
+
 
 ContractLine = ContractRecord | OptimizerRecord | ContractOp | HardwareRecord | ModuleRecord | StepsRecord
 _KINDS: dict[str, type[ContractLine]] = {

@@ -312,7 +312,8 @@ def _judge_numbers(
     curves = [curve for curve in promised.curves if curve is not scale or starts_equal]
     first_breaks = [(_find_break(curve, now.curve(curve.name)), curve) for curve in curves]
     # the earliest first; in one step, the order of the curves, in which causes come first
-    broken = [(step, curve) for step, curve in first_breaks if step is not None]
+    # with several optimizers, norms have more values than losses
+    broken = [(step / len(curve.values), curve) for step, curve in first_breaks if step is not None]
     for _, curve in sorted(broken, key=lambda pair: pair[0]):
         yield from _judge_curve(curve, now.curve(curve.name))
     for old, new in pairs:
@@ -420,7 +421,7 @@ def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Bre
         yield Break(kind, f"step {step + 1} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
     else:
         text = f"is {now.values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
-        yield Break(kind, f"the {promised.name} of step {step + 1} {text}")
+        yield Break(kind, f"the {promised.name} of {promised.noun} {step + 1} {text}")
 
 
 def _was_skipped(value: float) -> str:
