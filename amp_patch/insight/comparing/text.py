@@ -242,7 +242,10 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
         if not row.run.failed and row.steps < max(known.steps for known in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
-            yield f"{row.name}: began with other weights than the reference, or none were read, so its layers are not compared"
+            yield (
+                f"{row.name}: began with other weights than the reference, or none were read, so its layers are not"
+                " compared"
+            )
 
 
 def _group_worst(rows: Sequence[Row]) -> dict[str, list[str]]:
