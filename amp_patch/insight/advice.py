@@ -78,7 +78,7 @@ def _advise_scale(case: _Case) -> Iterator[str]:
     elif remedy.scale is not None and remedy.scale > present:
         yield f"a larger loss scale: {format_scale(remedy.scale)} instead of {format_scale(present)}{in_script}"
     else:
-        yield f"no loss scale makes both the smallest and the largest of these fit; {format_scale(present)} is the best"
+        yield "no loss scale makes both the smallest and the largest of these fit"
 
 
 def _advise_step(case: _Case) -> Iterator[str]:
@@ -99,7 +99,10 @@ def _advise_step(case: _Case) -> Iterator[str]:
 
 
 def _advise_list(case: _Case) -> Iterator[str]:
-    """Yield a list that keeps the ops in float32, how to use it, and an edit of the script for ops out of its reach."""
+    """Yield a list that keeps the ops in float32, how to use it, and an edit of the script for ops out of its reach.
+
+    If no list acts, yield only the edit.
+    """
     native_run = case.native_run
     entries = _format_choice(case.remedy)
     if native_run is not None and not native_run.low:
@@ -149,7 +152,7 @@ def _advise_scale_of_list(case: _Case) -> Iterator[str]:
 
 
 def _advise_use(case: _Case) -> Iterator[str]:
-    """Yield how to run a script with torch.autocast under a list, and the edit without which the list is not enough."""
+    """Yield how to run a script with torch.autocast under a list, and the edit that the list needs, if any."""
     use, unchanged = "amp-patch run --lists fix.yaml", "the script as it is"
     if case.is_in_notebook:
         use, unchanged = 'amp_patch.native.install(lists="fix.yaml")', "the cells as they are"

@@ -45,11 +45,11 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return the remedy. If it has a list, this extends the last list of the run, or a shipped list without one."""
+        """Return the remedy. If it has a list, this extends the last list of the run, or else a shipped list."""
 
 
 class _CameIn(Diagnosis):
-    """An input of the op was inf or NaN already, and no op that the tracer saw had made it."""
+    """An input of an op, or the gradient of a parameter, was inf or NaN, and no op that the tracer saw had made it."""
 
     cause = Cause.CAME_IN
 
@@ -124,7 +124,7 @@ class _Step(Diagnosis):
 
 
 class _Precision(Diagnosis):
-    """16 bits are the reason: float32 holds the result, or the gradients fit once the faulty ops run in float32."""
+    """16 bits are the reason: float32 holds the values, or the gradients fit once the faulty ops run in float32."""
 
     cause = Cause.PRECISION
 
@@ -218,7 +218,7 @@ def describe_cause(fault: FaultRecord) -> str:
 
 
 def find_remedy(fault: FaultRecord, run: RunRecord | None) -> Remedy:
-    """Return the remedy for a fault. If it has a list, this extends the last list of the run, or a shipped one."""
+    """Return the remedy for a fault: see `Diagnosis.find_remedy`."""
     return _BY_CAUSE[fault.cause].find_remedy(fault, run)
 
 

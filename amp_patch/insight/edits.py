@@ -45,7 +45,7 @@ class CallSite:
         site: the line of the call; "" if it is not known.
         called_from: the line of the user's own code, if `site` is in an installed package; else None.
         level: the frame of `site`; None if it is not known.
-        region: the edit that calls the model under torch.autocast; "" if the call does not work there.
+        region: the edit that calls the model under torch.autocast; "" if there is none that repairs the call.
         module: the name of the module in which the call raised; "" outside of modules.
     """
 
@@ -115,7 +115,7 @@ def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
 
 
 def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator[str]:
-    """Yield edits after which a call in a 16-bit model has a 16-bit result, which later layers need."""
+    """Yield edits after which a call in a 16-bit model may have a 16-bit result, which later layers need."""
     if place.region:
         yield place.region
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]

@@ -382,6 +382,18 @@ def test_times_leave_the_first_step_out(monkeypatch):
     assert curve.ms == pytest.approx(300)
 
 
+def test_times_leave_out_how_long_the_noise_takes_to_make(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("amp_patch.insight.comparing.probes.time.process_time", lambda: now[0])
+    monkeypatch.setattr("amp_patch.insight.comparing.probes._nudge", lambda *_: now.append(now.pop() + 7.0))
+    probe = CurveProbe(3, is_noise=True)
+    end = events.watch(probe)
+    take_steps(*start("O0"), 3)
+    end()
+    (curve,) = probe.recording.of(CurveRecord)
+    assert now[0] == 28.0 and curve.ms == 0.0
+
+
 # ---- seeds, noise, failures ------------------------------------------------------------------------------------------
 
 
@@ -631,6 +643,15 @@ def test_runs_are_named_by_level_and_lists():
     assert list(plan.runs) == ["O0", "O1", "O4+b.yaml", "O4+b.yaml (2)", "O1 (2)"]
     assert plan.runs["O4+b.yaml (2)"] == Settings("O4", ("c/b.yaml",)) and plan.reference == "O0"
     assert list(plan_runs(["O4", "O1"], "O1", 5, [0]).runs) == ["O4", "O1"]
+    plan = plan_runs(["O4+a/b.yaml", "O4+c/b.yaml"], "O4+c/b.yaml", 5, [0])
+    assert list(plan.runs) == ["O4+b.yaml (2)", "O4+b.yaml"] and plan.runs[plan.reference].lists == ("c/b.yaml",)
+
+
+@pytest.mark.parametrize("reference", ["as-is", "script"])
+def test_each_choice_of_runs_has_the_reference_under_its_name(reference):
+    for asked in (None, ["O0", "as-is"], ["O0", "script"]):
+        plan = plan_runs(asked, reference, 5, [0])
+        assert all(plan.reference in runs for runs in (plan.runs, plan.native_runs, plan.low_runs))
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------

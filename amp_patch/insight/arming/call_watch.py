@@ -1,4 +1,4 @@
-"""`CallWatch`: writes the calls of a script outside of modules onto a `Tape`, and changes none of them."""
+"""`CallWatch`: writes the calls of a script outside of modules onto a `Tape`."""
 
 import functools
 import sys
@@ -54,10 +54,9 @@ class _ThreadState(threading.local):
 
 
 class CallWatch:
-    """Watches the calls of models by global hooks, functions between them by a mode of torch, and `backward`.
+    """Watches the calls of models by hooks, functions between them by a mode of torch, and `backward`.
 
-    The mode is on from the end of a call of a model to the next, or to `backward`. So it sees no ops of a model,
-    and ops of an optimizer only in a step without `backward` before it.
+    The mode is on from the end of a call of a model to the next call, `backward` or step.
 
     Args:
         tape: where the calls are written.
@@ -124,7 +123,7 @@ class CallWatch:
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
-    # In the first call of a model, these two hooks run for every module of it. Later, `RootHooks` stands for them.
+    # In the first call of a model, these two hooks run for every module of it. Later, `RootHooks` may stand for them.
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
@@ -180,7 +179,7 @@ class CallWatch:
         call.is_training = model.training
         call.random = RandomState(session.device_type, has_python=False)
         if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
-            call.obstacle = "an argument of the model is a generator, which its call has used up"
+            call.obstacle = "an argument of the model is an iterator, such as a generator, which may be used up"
             args, kwargs = (), {}
         self._tape.add(call, args, dict(kwargs))
         self._states[id(call)] = self._find_modules(model).read(model)
@@ -202,10 +201,7 @@ class CallWatch:
     # ---- functions ---------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Write functions of this thread from now on.
-
-        The mode is left off beside a mode of the script, whose place on the stack counts.
-        """
+        """Write functions of this thread from now on. The mode is not turned on while a mode of the script is on."""
         local = self._local
         if not local.is_entered and not has_foreign_function_mode():
             mode = self._modes.setdefault(threading.get_ident(), _Mode(self))

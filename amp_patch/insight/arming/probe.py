@@ -41,7 +41,7 @@ Then = Literal["stop", "skip", "go"]
 THEN: tuple[Then, ...] = ("stop", "skip", "go")
 
 _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
-"""Whether the report says that the step is skipped; None if the run stops before the step."""
+"""Whether a step with trouble counts as skipped; None if the run stops before the step."""
 
 _MOST_REPORTS = 5
 _MOST_REPEATED = 64
@@ -190,7 +190,8 @@ class Armed(Probe):
             if self._sampler is not None:
                 self._sampler.end_step(self._count)
             self._count += 1
-            if self._sampler is not None:  # not yet, because the script may copy or script its models between steps
+            if self._sampler is not None:
+                # at the next call, because the script may copy or script its models before it
                 self._watch.before_next_call = functools.partial(self._sampler.begin_step, self._count)
 
     def misused(self, misuse: Any) -> None:
@@ -203,7 +204,10 @@ class Armed(Probe):
         self._noted_loss = None
 
     def stop(self) -> None:
-        """Stop watching. If the last step never came and its loss is not finite, repeat it first. Harmless twice."""
+        """Stop watching. If a loss since the last step is known not to be finite, repeat its calls first.
+
+        Harmless twice.
+        """
         session, self._session = self._session, None
         if session is None:
             return
@@ -241,8 +245,8 @@ class Armed(Probe):
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record the results, and print a report.
 
-        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if `_MOST_REPEATED` steps
-        were repeated before, or if there is no trouble after all: the loss scale is still on its way down.
+        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if the step is not repeated
+        (see `_MOST_REPEATED`), or if there is no trouble after all: the loss scale is still on its way down.
         """
         is_search = trouble.is_skipped and trouble.loss is None
         if self._repeated >= _MOST_REPEATED and (self._then != "stop" or is_search):
@@ -282,7 +286,10 @@ class Armed(Probe):
         return self._print_report(record, faults)
 
     def _repeat(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> tuple[Tracer, Replayed]:
-        """Repeat a step under a tracer, unless the step before has made the weights not fit. The tracer has stopped."""
+        """Repeat a step under a tracer, and return the tracer, which has stopped.
+
+        If the last step has made weights inf or NaN, blame it, and repeat nothing.
+        """
         tracer = Tracer(ignore=self._ignore)
         begin = functools.partial(
             tracer.begin_at,
@@ -296,7 +303,7 @@ class Armed(Probe):
                 return tracer, Replayed(obstacle="a step with a closure changes weights before anything can be seen")
             if get_backward_id() != -1:
                 return tracer, Replayed(obstacle="the optimizer steps inside of the backward pass")
-            if optimizer is not None and self._is_of_last_step(optimizer) and _has_bad_weights(session, optimizer):
+            if optimizer is not None and self._has_old_weights(optimizer) and _has_bad_weights(session, optimizer):
                 begin()
                 tracer.blame_last_step(optimizer)
                 return tracer, Replayed()
@@ -311,13 +318,16 @@ class Armed(Probe):
         """Return the number of the step that the calls on the tape belong to."""
         return self._step_on_tape if self._tape.is_over else self._count
 
-    def _is_of_last_step(self, optimizer: Optimizer) -> bool:
-        """Return whether nothing has written the weights since the last step, whose gradients were finite."""
+    def _has_old_weights(self, optimizer: Optimizer) -> bool:
+        """Return whether nothing has written the weights of an optimizer since its last step, which had no trouble."""
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
-        """Record and print trouble. Return the report, or "" if this or `_MOST_REPORTS` others were printed before."""
-        # skips in a row have a symptom for each, which counts them
+        """Record and print trouble. Return the report.
+
+        Do nothing and return "" if trouble at this place, or at `_MOST_REPORTS` others, was printed before.
+        """
+        # without a fault, the symptom stands for the place
         place: tuple[object, ...] = (record.symptom,)
         if faults:
             origin = faults[0].origin
@@ -379,14 +389,14 @@ def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequ
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
             weights, unless it has a closure; "go" lets it run, and stops watching if it changes weights.
-        every: without a dynamic loss scale, look at the gradients of one step in so many.
+        every: without a dynamic loss scale, look at gradients, and on a GPU at losses, in one step of so many.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.
 
     Yields a recording, which is complete when the block ends.
 
     Raises:
-        NonFiniteError: a step has gone wrong; its `fault` is the first fault, or None if none was found.
+        NonFiniteError: a step has gone wrong, with "stop"; its `fault` is the first fault, or None if none was found.
         SessionError: another recording is in progress.
         ArgumentTypeError, ArgumentValueError: an argument is wrong.
     """

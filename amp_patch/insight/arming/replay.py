@@ -1,6 +1,6 @@
-"""`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at every op, and finds the faults.
+"""`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at the ops, and finds the faults.
 
-Then the training goes on as if nothing had been repeated.
+Gradients, buffers and random numbers are then as they were before the repetition.
 """
 
 import contextlib
@@ -30,8 +30,7 @@ class Replayed:
     """The result of a replay, apart from the faults.
 
     Attributes:
-        differences: sentences about what was not as the first time, or could not be followed; empty if there was
-            nothing of that kind.
+        differences: what was not as the first time, or could not be followed.
         obstacle: why the step could not be repeated to its end; "" if it was.
         micro_batch: the number of a loss, from 0: the first fault came in its forward or backward pass. None if no
             fault came in these passes.
@@ -106,7 +105,9 @@ class Replay:
         return next(filter(None, map(find_obstacle, models)), "")
 
     def _find_assigned(self) -> list[tuple[Tensor, Made]]:
-        """Return the gradients that the script has assigned itself, such as results of `torch.autograd.grad`."""
+        """Return the tensors whose gradients the script has assigned itself, such as results of `torch.autograd.grad`,
+        with what the tape knows of these gradients.
+        """
         gradients = [(holder, holder.grad) for holder in self._holders() if holder.grad is not None]
         makers = [(holder, self._tape.find_maker(gradient)) for holder, gradient in gradients]
         return [(holder, made) for holder, made in makers if made is not None]
@@ -119,7 +120,9 @@ class Replay:
             # a fault of a forward pass belongs to the next loss; a fault of a loss or a backward pass, to the last loss
             if self._tracer.fault_count and self._replayed.micro_batch is None:
                 is_of_last = call.kind in (Kind.LOSS, Kind.BACKWARD)
-                self._replayed.micro_batch = losses - 1 if is_of_last else losses
+                number = losses - 1 if is_of_last else losses
+                if 0 <= number < self._replayed.micro_batches:
+                    self._replayed.micro_batch = number
 
     def _repeat(self, call: Call) -> None:
         if call.has_raised:  # the script has caught its error
@@ -159,7 +162,7 @@ class Replay:
         if isinstance(named, Made):
             results = self._results.get(id(named.call), [])
             if named.position >= len(results):
-                raise RuntimeError("a call returned other tensors than the first time")
+                raise RuntimeError("a call returned fewer tensors than the first time")
             return results[named.position]
         tensor = named.tensor
         if read_version(tensor) != named.version:
@@ -192,7 +195,7 @@ class Replay:
             loss = loss.detach()
             is_unchanged = first is not None and read_version(first.tensor) == first.version
             if first is not None and is_unchanged and not _are_equal(first.tensor, loss):
-                self._note(f"the loss is {float(loss):.9g}, and was {float(first.tensor):.9g}")
+                self._note(f"the loss is {float(loss.mean()):.9g}, and was {float(first.tensor.mean()):.9g}")
 
     def _go_backward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Repeat a backward pass, and unscale its gradients as the session or GradScaler does."""

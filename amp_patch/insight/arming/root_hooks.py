@@ -1,5 +1,5 @@
-"""`RootHooks`: hooks of an outermost module of its own, in the place of global hooks. torch calls the modules inside of
-it as if there were no hook, which is faster.
+"""`RootHooks`: hooks of the outermost module that runs, the root, in the place of global hooks. torch calls modules
+faster if no global hook is on.
 """
 
 import sys
@@ -47,7 +47,7 @@ class RootHooks:
         self.leave = leave
         self._hooks: weakref.WeakKeyDictionary[nn.Module, tuple[PausableHook, ...]] = weakref.WeakKeyDictionary()
         self._root: nn.Module | None = None
-        self._stale: nn.Module | None = None  # its hooks could not be turned off
+        self._stale: nn.Module | None = None  # a root whose hooks are still on after its call
         self._threads: set[int] = set()  # those that have called a model
         self._compiled_before = count_compiled()
 
@@ -62,8 +62,8 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
-        Leave them if turning them off could hide a call in another thread, or make torch.compile compile a function
-        again. Leave them also in the call after one whose own hooks are still on.
+        The global hooks stay on if turning them off could hide a call in another thread, or make torch.compile compile
+        a function again; for a ScriptModule; and if the hooks of an earlier root are still on, which are turned off.
         """
         if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
             self._turn_stale_off()
@@ -80,7 +80,7 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on and the root's own off. After an exception, its own stay on until the next call.
+        """Turn the global hooks on and the root's own off. While an exception is handled, its own stay on.
 
         Harmless twice.
         """

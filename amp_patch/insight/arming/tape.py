@@ -45,7 +45,7 @@ class Call:
         caller: the line of the script.
         around: the settings of the thread.
         random: the state of the generators of random numbers before the call; None for a call that draws none.
-        states: the states, before the call, of the modules that the call has changed.
+        states: the states, before the call, of the modules that the call may have changed.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
@@ -249,17 +249,13 @@ class Tape:
 
 
 def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
-    """Return the calls with a graph through which no backward pass has gone, and the calls that these depend on, by id.
-
-    Calls whose results are gone are left out.
-    """
+    """Return the calls with a live graph through which no backward pass has gone, and their sources, by id."""
     live = {id(call) for call in calls if call.made and not call.has_raised and any(_has_live_graph(call))}
     if not live:
         return {}
     used: set[int] = set()
     for call in reversed(calls):
-        # the third and the fourth argument of `backward` are `retain_graph` and `create_graph`
-        if id(call) in used or (call.kind is Kind.BACKWARD and not any(call.args[2:4])):
+        if id(call) in used or (call.kind is Kind.BACKWARD and not _keeps_graph(call)):
             used.update(map(id, call.graph_sources))
     unused: set[int] = set()
     for call in calls:
@@ -271,6 +267,12 @@ def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
         if id(call) in unused:
             unused.update(map(id, call.sources))
     return {id(call): call for call in calls if id(call) in unused}
+
+
+def _keeps_graph(backward: Call) -> bool:
+    """Return whether a call of `backward` has kept the graph."""
+    # the third and the fourth argument are `retain_graph` and `create_graph`
+    return any([*backward.args[2:4], backward.kwargs.get("retain_graph"), backward.kwargs.get("create_graph")])
 
 
 def _has_live_graph(call: Call) -> Iterator[bool]:

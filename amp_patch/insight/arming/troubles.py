@@ -1,4 +1,4 @@
-"""`TroubleWatch`: says whether a step of a run has gone wrong, with as few waits for the device as possible."""
+"""`TroubleWatch`: says whether a step of a run has gone wrong, with few waits for the device."""
 
 import math
 from collections import Counter, deque
@@ -43,7 +43,7 @@ class _Skips:
     def add(self, flags: Iterable[Tensor]) -> bool | None:
         """Note the flags of a step. Return whether it is skipped; None if the host does not know yet."""
         self._pending.append(HostCopy(list(flags)))
-        # in order, so that a skip which is not known yet ends no row of skips
+        # in the order of the steps, which `in_a_row` needs
         while self._pending and self._pending[0].is_known():
             is_skipped = self._count()
         return None if self._pending else is_skipped
@@ -68,7 +68,7 @@ class _Losses:
     Attributes:
         bad: a loss of this step that is not finite; None if none is known.
         smallest: the smallest finite loss of the run that the host has read; inf before one.
-        first: the first loss on another device than a CPU, which is not read yet.
+        first: the first loss of the run on another device than a CPU.
     """
 
     bad: float | None = None
@@ -81,7 +81,7 @@ class TroubleWatch:
 
     Args:
         every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step
-            in so many of each optimizer. This takes one wait, and a norm unless a static loss scale has set flags.
+            of so many of each optimizer. This waits for the device.
     """
 
     def __init__(self, every: int) -> None:
@@ -139,10 +139,10 @@ class TroubleWatch:
         self._steps[id(optimizer)] += 1
         # flags of a static scale do not skip the step, but show what a norm would
         if self.bad_loss is None and is_due:
-            bad = any(map(bool, flags)) or _has_bad_gradients(optimizer, self._of_step, has_flags=bool(flags))
-            for value in self._of_step if bad else ():
+            is_bad = any(map(bool, flags)) or _has_bad_values(optimizer, self._of_step, has_flags=bool(flags))
+            for value in self._of_step if is_bad else ():
                 self._read(float(value))
-            if bad and self.bad_loss is None:
+            if is_bad and self.bad_loss is None:
                 return Trouble("the gradients are not finite", None, is_skipped=False)
         return self._judge_loss(is_skipped=False)
 
@@ -173,11 +173,11 @@ def _ordinal(number: int) -> str:
     return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
-def _has_bad_gradients(optimizer: Optimizer, losses: list[Tensor], *, has_flags: bool) -> bool:
+def _has_bad_values(optimizer: Optimizer, losses: list[Tensor], *, has_flags: bool) -> bool:
     """Return whether a gradient of an optimizer or a loss is not finite.
 
-    Waits once for each device. If there may be such a gradient, waits for each gradient. With `has_flags`, only losses
-    are looked at, because the flags tell of gradients.
+    Waits once for each device, and more often if their sum is not finite. With `has_flags`, only losses are looked at,
+    because the flags tell of gradients.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [value.reshape(()).float() for value in losses]

@@ -1,4 +1,4 @@
-"""`Variants`: by how much the numbers of equal trainings differ, and the band in which a contract promises each number.
+"""`Variants`: by how much the numbers of equal trainings differ, and the bands in which a contract promises numbers.
 
 When a contract is written, the training runs several times: the *base*, and *variants* that should give the same. These
 are the same run once more, a run with weights that are off by one unit in the last place before each step, one with
@@ -20,7 +20,7 @@ from .contract import StepsRecord, round_number
 from .measured import Measured
 
 SAFETY = 4.0
-"""A factor above 1, because four variants do not show the largest difference that is possible."""
+"""A factor above 1, because four variants may not show the largest difference that is possible."""
 
 FLOORS = {"f16": 2.0**-11, "bf16": 2.0**-8}
 """The floor of a run by its 16-bit dtype: the most by which rounding to this dtype changes a number in its normal
@@ -38,8 +38,8 @@ band.
 """
 
 MOST_AT_START = 0.1
-"""If two runs with the same seed differ by more than this share in a module's first weights or first output, the script
-draws other random numbers in each run.
+"""If two runs with the same seed differ by more than this share in a module's first weights or first output, no number
+is promised: the script seems to draw other random numbers in each run.
 """
 
 CURVES = ("loss scale", "skipped", "loss", "gradient norm", "update norm")
@@ -141,7 +141,7 @@ class Variants:
         differences = [difference for difference in compared if difference is not None]
         if not differences:
             return None
-        # nothing is computed in 16 bits before the first step
+        # first weights do not depend on the dtypes of ops
         floor = FLOAT32_FLOOR if field == "weights" else self._floor
         band = SAFETY * max(differences) + floor
         return round_number(band, 2) if band <= WIDEST else None
@@ -158,7 +158,7 @@ class Variants:
             for variant in variants:
                 difference = _subtract(variant[step], value) if step < len(variant) else math.inf
                 largest_difference = max(largest_difference, difference)
-            # a loss that happens to be near zero has the noise of the other losses, so take the median as its size
+            # a loss that happens to be near zero has the noise of the other losses, so its size is at least the median
             size = max(abs(value), median)
             floor = 0.0 if name in EXACT else self._floor * size
             band = SAFETY * largest_difference + floor

@@ -29,7 +29,8 @@ class ContractRecord:
     Attributes:
         schema: the version of the schema.
         script: the file name of the script, or `-m` and its module.
-        opt_level, lists, everywhere: the options of the command; lists are relative to the folder of the contract.
+        opt_level, lists, everywhere: the options of the command. Paths of lists are relative to the folder of the
+            contract.
         steps, seed: the number of optimizer steps, and the seed.
         amp_patch, torch: versions.
         level, low: the level that ran, and the short name of the 16-bit dtype in which ops ran, or "" if none did.
@@ -111,8 +112,8 @@ class ModuleRecord:
     Attributes:
         module, type: the qualified name, and the name of the class.
         dtype: the dtype of the output.
-        error: the relative error (L2) of the output against float32, in the first step; None if it was not
-            measured, or is not finite.
+        error: the relative error (L2) of the output against a run in float32; None if it was not measured, or is not
+            finite.
         weights: the norm of the parameters in the first call with gradients; None if an optimizer began a step for them
             before this call.
         output: the norm of the output of the first call with gradients.
@@ -152,7 +153,8 @@ class StepsRecord:
 
     Attributes:
         name: "loss scale", "skipped", "loss", "gradient norm" or "update norm".
-        values: the number in each step. For "skipped", it is 1 in a skipped step, else 0.
+        values: the number in each step; a norm in each step of each optimizer. For "skipped", it is 1 in a skipped
+            step, else 0.
         bands: by how much a later run may differ in each step, in the unit of the values; None if the number of the
             step is not promised.
     """
@@ -162,6 +164,11 @@ class StepsRecord:
     name: str
     values: tuple[float, ...]
     bands: tuple[float | None, ...]
+
+    @property
+    def noun(self) -> str:
+        """The noun for what has a value: "step", or "optimizer step" for a norm."""
+        return "optimizer step" if self.name.endswith("norm") else "step"
 
 
 ContractLine = ContractRecord | OptimizerRecord | ContractOp | HardwareRecord | ModuleRecord | StepsRecord
@@ -186,8 +193,6 @@ class Numbers:
 @dataclass(slots=True)
 class Contract:
     """A contract: the run, the settings of optimizers, the ops of a step, and numbers for each kind of hardware.
-
-    The ops do not depend on the hardware, only on the type of the device.
 
     Attributes:
         numbers: by `HardwareRecord.name`.

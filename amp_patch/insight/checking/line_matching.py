@@ -1,6 +1,6 @@
 """`match_lines`: finds the lines of a script that correspond in two runs, although the script may have been edited.
 
-As in a diff, equal lines are *anchors*, and lines between two anchors correspond by their order. A recording has no
+As in a diff, equal lines are *anchors*, and lines between two anchors may correspond by their order. A recording has no
 text of lines, so two lines are equal if they call the same ops, whatever the dtypes. Importing this module does not
 import torch.
 """

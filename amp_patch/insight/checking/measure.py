@@ -1,8 +1,4 @@
-"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
-
-A contract says what a training does: its ops and numbers. Each number has a *band*: how much it may differ in a later
-run.
-"""
+"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +31,7 @@ _PROBE = "checking.probe:ContractProbe"
 _PROBE_OF_UPDATES = "comparing.probes:LayerProbe"
 
 REPEATED = "once more"
-"""The title of the run that repeats the first one exactly."""
+"""The title of the run that repeats the first one with the same settings."""
 
 
 class Measurer:

@@ -16,7 +16,7 @@ class Measured(NamedTuple):
         ops: the ops of the second step.
         modules: the numbers of modules by qualified name, in the order in which the modules first ran.
         curve: the losses and loss scales of each step; None if no loss was recorded.
-        norms: the norms of the gradients and updates of each step.
+        norms: the norms of the gradients and updates of each step of each optimizer.
     """
 
     recording: Recording

@@ -1,9 +1,9 @@
 """`find_differences`: the ops on which two runs differ. Moved lines and renamed modules are no differences.
 
-Ops are compared module by module. First, each module of one run gets a partner in the other (see `_match_modules`).
-Calls without a partner there are compared a second time, as if all of them were in one module, because a module may
-have been split, or joined with another. Calls on the same line of the script are compared before calls on different
-lines (see `match_lines`), so a difference is reported at the line that has it. Importing this does not import torch.
+Ops are compared module by module. First, modules of one run get partners in the other (see `_match_modules`). Calls
+without a partner there are compared a second time, as if all of them were in one module, because a module may have been
+split, or joined with another. Calls on the same line of the script are compared before calls on different lines (see
+`match_lines`). Importing this does not import torch.
 """
 
 import difflib
@@ -20,14 +20,17 @@ from .line_matching import Line, match_lines
 FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
 
 _Key = tuple[str, tuple[str, ...], tuple[str, ...], str]
-"""Calls with the same key are equal: the name of the op, the dtypes of its arguments and results, and its rule."""
+"""The name of an op, the dtypes of its arguments and results, and its rule. Calls with the same key are equal, apart
+from their constants.
+"""
 
 
 class Moved(NamedTuple):
-    """Calls of an op in the first run, and the corresponding calls in the second, in other dtypes or by another rule.
+    """Calls of an op in the first run, and the corresponding calls in the second.
 
-    In `OpDifferences.changed`, the two differ in their constants: numbers and words among the arguments. There, the
-    `constants` of each are only those that the other lacks.
+    In `OpDifferences.moved`, the two have other dtypes or another rule. In `OpDifferences.changed`, they have other
+    constants: numbers and words among the arguments. There, the `constants` of each are only those that the other
+    lacks.
     """
 
     before: ContractOp
@@ -89,7 +92,7 @@ def is_cast(op: ContractOp) -> bool:
         "type",
         "type_as",
     )
-    return is_copy and bool(FLOATS.intersection(op.given)) and op.given[-1:] != op.out[:1]
+    return is_copy and bool(op.out) and bool(FLOATS.intersection(op.given)) and op.given[-1:] != op.out[:1]
 
 
 def read_ops(records: Iterable[OpRecord]) -> list[ContractOp]:
@@ -243,7 +246,7 @@ def _compare_op(
     """Compare the calls of one op in two runs, and return the calls without a partner.
 
     The partner of a call is, in this order: a call on the same line; an equal call on any line; a call between the same
-    anchors, which are lines known to correspond (`match_lines`). Other calls are paired only if each run has the op on
+    anchors (`match_lines`), if the runs have equally many there. Other calls are paired only if each run has the op on
     a single line (`is_only_line`), or if a line is not known. Otherwise, it is not sure that they belong together.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))

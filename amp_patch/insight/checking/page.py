@@ -66,7 +66,7 @@ def _draw_curves(contract: Contract, now: Contract) -> Iterator[Markup]:
         curve_now = measured.curve(curve.name)
         if curve_now is not None and curve.values and curve.name != "skipped":
             band = ", with its band," if any(curve.bands) else ""
-            caption = f"The {curve.name} of each step: promised{band} and now."
+            caption = f"The {curve.name} of each {curve.noun}: promised{band} and now."
             figures.append(
                 draw_figure([_band_of(curve), _line_of(curve_now)], caption, label=curve.name, has_keys=True)
             )

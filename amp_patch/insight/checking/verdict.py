@@ -19,8 +19,8 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's counts as another script if a smaller share of its calls of ops is in
-the contract, too. The dtypes of the calls do not matter.
+"""A script with another name than the contract's counts as another script if it shares less of the calls of ops with
+the contract. The dtypes of the calls do not matter.
 """
 
 GROWN = 2.0
@@ -39,7 +39,7 @@ class Break(NamedTuple):
         kind: "precision", "rule", "cast", "constant", "optimizer", "ops", "start", "output", "gradient", "update",
             "lost", "steps", "skipped", "scale", "loss" or "norm"; "region" for a script that uses no mixed precision
             any more.
-        text: the promise, and how the run differs from it.
+        text: how the run differs from the promise.
         site: the line of the script, `file.py:line`; "" if none is known.
     """
 
@@ -248,8 +248,8 @@ _KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped",
 
 
 def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
-    """Yield a broken promise for each parameter group that is missing or new or has another class, and for each setting
-    with another value.
+    """Yield a broken promise for each parameter group that is missing or new or whose optimizer has another class, and
+    for each setting that has another value in the two runs.
     """
     before = {(record.number, record.group): record for record in contract.optimizers}
     after = {(record.number, record.group): record for record in now.optimizers}
@@ -281,7 +281,7 @@ def _parse_settings(record: OptimizerRecord) -> dict[str, str]:
 def _judge_numbers(
     promised: Numbers, now: Numbers, ops: tuple[Sequence[ContractOp], Sequence[ContractOp]]
 ) -> Iterator[Break]:
-    """Yield a broken promise for each number that left its band, causes before effects.
+    """Yield the broken promises about numbers, causes before effects.
 
     If a number has a value for each step, only the first step with a value out of its band is reported. `ops`: the ops
     of the contract, and the ops of the run.
@@ -312,7 +312,8 @@ def _judge_numbers(
     curves = [curve for curve in promised.curves if curve is not scale or starts_equal]
     first_breaks = [(_find_break(curve, now.curve(curve.name)), curve) for curve in curves]
     # the earliest first; in one step, the order of the curves, in which causes come first
-    broken = [(step, curve) for step, curve in first_breaks if step is not None]
+    # with several optimizers, norms have more values than losses
+    broken = [(step / len(curve.values), curve) for step, curve in first_breaks if step is not None]
     for _, curve in sorted(broken, key=lambda pair: pair[0]):
         yield from _judge_curve(curve, now.curve(curve.name))
     for old, new in pairs:
@@ -420,7 +421,7 @@ def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Bre
         yield Break(kind, f"step {step + 1} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
     else:
         text = f"is {now.values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
-        yield Break(kind, f"the {promised.name} of step {step + 1} {text}")
+        yield Break(kind, f"the {promised.name} of {promised.noun} {step + 1} {text}")
 
 
 def _was_skipped(value: float) -> str:

@@ -33,7 +33,8 @@ def compare(
     measure layers, memory and updates. The seeds end early if the reference has the same losses from two of them.
     `train` writes its files in each run.
 
-    Raises SessionError if a session is in force, or if no run took a step; a run that fails has its reason in its row.
+    Raises SessionError if a session is in force, if no run took a step, or if the reference fails in float32 for a
+    reason that has nothing to do with dtypes. Other runs that fail have their reasons in their rows.
     Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError
     or ArgumentValueError for other wrong arguments.
     """

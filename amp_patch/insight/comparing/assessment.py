@@ -1,9 +1,8 @@
 """`Assessment`: the verdict on a run in words, compared with the reference.
 
-By default, the reference is the run in float32. The verdict says whether the run trains as well, how fast it is, and
-how much memory it needs. Differences of losses are judged by two measurements of the reference (see `Summary`): the
-*noise*, the difference that one unit in the last place of the weights makes, and the *gain*, the change of the loss by
-training.
+The verdict says whether the run trains as well, how fast it is, and how much memory it needs. Differences of losses are
+judged by two measurements of the reference (see `Summary`): the *noise*, the difference that one unit in the last place
+of the weights makes, and the *gain*, the change of the loss by training.
 """
 
 import math
@@ -13,7 +12,7 @@ from ..records import ComparedRecord
 from .summary import Row, Summary, is_off
 
 WITHIN = 2.0
-"""A difference up to this multiple of the noise is within noise, because the noise was measured in only one run."""
+"""A difference up to this multiple of the noise is within noise."""
 
 ALIKE = 1e-2
 """A difference of at most this share of the reference's loss means nothing, unless it is large beside the gain."""
@@ -36,18 +35,18 @@ LEARNED = 10.0
 
 RESOLVED = 20.0
 """A difference that is large beside the gain is judged only if the gain is more than this multiple of the
-difference of the first losses. The first losses differ by rounding alone, because the runs start from equal weights.
+difference of the first losses. This difference counts as rounding, because the runs start from equal weights.
 """
 
 OFF = 0.3
-"""A run is worse if the gradients of a layer have a relative error above this in the first step."""
+"""A run is worse if the gradients of a layer have a finite relative error above this in the first step."""
 
 DROPPED = 0.05
-"""A run is worse if it drops more than this share of its batches, and more than one: no step uses them."""
+"""A run is worse if it drops more than this share of its batches, and more than one. No step uses a dropped batch."""
 
 MOST_SKIPS = 20
-"""A loss scale that starts at 2**16 fits after at most this many skipped steps. A run of more steps that skips them all
-never learns.
+"""A loss scale that starts at 2**16 usually fits after at most this many skipped steps. A run of more steps that skips
+them all is worse.
 """
 
 WITHIN_NOISE = "within noise"
@@ -59,8 +58,8 @@ SEEDS = 3
 """From this number of seeds on, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
-"""A difference is not by chance if it is above `CLEAR` times the loss, or the gain if that is smaller, and above
-`CLEAR_OF_NOISE` times the noise.
+"""A difference does not count as chance if it is above `CLEAR` times the loss, or the gain if that is smaller, and
+above `CLEAR_OF_NOISE` times the noise.
 """
 
 _ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller share count as equal
@@ -85,8 +84,8 @@ class Assessment:
     @property
     def _is_all_skipped(self) -> bool:
         """Whether every step from every seed was skipped."""
-        seeds = len(self._summary.curves(self.row.name))
-        return 0 < self.row.steps * seeds <= self.row.skipped
+        steps = sum(len(curve.losses) for curve in self._summary.curves(self.row.name).values())
+        return 0 < steps == self.row.skipped
 
     @property
     def may_be_chance(self) -> bool:
@@ -159,7 +158,7 @@ class Assessment:
         if run.kept is not None:
             return f"worse than {reference} ({_describe_lost_updates(run)})"
         error = run.gradient_error
-        # inf only says that the step of the measurement was skipped
+        # inf may only say that the step of the measurement was skipped
         if error is not None and OFF < error < math.inf:
             return (
                 f"worse than {reference} (gradients of {run.gradient_worst} are off by {error:.2g} in the first step)"

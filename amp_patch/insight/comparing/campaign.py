@@ -58,13 +58,13 @@ class Plan(NamedTuple):
 
     Attributes:
         runs: the settings of each run, by name.
-        native_runs: the runs to make instead if the first run shows that the training uses torch.autocast.
+        native_runs: the runs to make instead if the first run shows no `amp.initialize`.
         low_runs: the runs to make instead if the first run shows 16-bit weights, and no amp.
         reference: the name of the run with which the others are compared.
         steps: the number of steps of a run.
-        seeds: the seeds. Each run trains once from each seed.
+        seeds: the seeds of the runs.
         command: the command line to show in the results.
-        is_asked: whether the user named the runs. If not, default runs that do not suit the training are left out.
+        is_asked: whether the user named the runs.
     """
 
     runs: dict[str, Settings]
@@ -88,12 +88,11 @@ def plan_runs(
 ) -> Plan:
     """Return the plan of runs such as "O4" or "O4+my_lists.yaml+more.yaml".
 
-    If several runs have the same name, they are called "O4", "O4 (2)", and so on.
+    If several runs have the same name, they are called "O4", "O4 (2)", and so on. The reference keeps its name.
 
     Args:
         asked: the runs that the user named; None for the default runs.
-        reference: the run with which the others are compared. If it is not among the runs, it is added as the first. Of
-            several runs with its name, it is the first.
+        reference: the run with which the others are compared. If it is not among the runs, it is added as the first.
         everywhere: whether runs put the whole training into one region of autocast (`--everywhere`).
     """
     plain = levels.find_plain_level().name
@@ -107,8 +106,7 @@ def plan_runs(
     runs, native_runs, low_runs = (
         _name_runs(asked or default, reference) for default in (with_amp, with_autocast, with_low_weights)
     )
-    is_asked = asked is not None
-    return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, is_asked)
+    return Plan(runs, native_runs, low_runs, name_run(reference), steps, tuple(seeds), command, asked is not None)
 
 
 def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Settings]:
@@ -116,13 +114,17 @@ def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Set
     all_runs: list[str | Settings] = list(asked)
     if parse_run(reference) not in map(parse_run, all_runs):
         all_runs.insert(0, reference)
+    # "as-is" and "script" have the same settings, but the reference keeps its name
+    reference_place = list(map(parse_run, all_runs)).index(parse_run(reference))
     settings_by_name: dict[str, Settings] = {}
-    counts: Counter[str] = Counter()
-    for run in all_runs:
-        name = name_run(run)
-        counts[name] += 1
-        if counts[name] > 1:
-            name += f" ({counts[name]})"
+    counts = Counter([name_run(reference)])
+    for place, run in enumerate(all_runs):
+        name = name_run(reference)
+        if place != reference_place:
+            name = name_run(run)
+            counts[name] += 1
+            if counts[name] > 1:
+                name += f" ({counts[name]})"
         settings_by_name[name] = parse_run(run)
     return settings_by_name
 
@@ -150,7 +152,7 @@ def name_run(run: str | Settings) -> str:
 
 @functools.cache
 def is_in_float32(settings: Settings) -> bool:
-    """Return whether a run is at O0. Such a run gets float32 wherever the script asks for 16 bits."""
+    """Return whether a run is at O0."""
     return settings.opt_level == levels.find_plain_level().name
 
 
@@ -158,17 +160,17 @@ class Campaign:
     """Makes the runs of a plan. `tell` is called with a line when a run begins.
 
     Each run trains once from each seed, watched only for its losses and times. From the first seed, it also trains for
-    a few steps to measure layers, gradients, memory and updates. Two variants of the reference are made, too:
+    a few steps to measure layers, ops, gradients and memory. Two variants of the reference are made, too:
 
     * From each seed, its weights are moved by one unit in the last place before each step. How its losses then differ
       is noise.
     * From the first seed, its weights are put back after each step. How its losses then differ is what it has learned.
 
-    A run at O0 gets float32 wherever the training asks for 16 bits. A reference that cannot run in float32 keeps 16
-    bits, and is called "script".
+    A run at O0 gets float32 where the training asks for 16 bits. A reference that cannot run in float32 keeps 16 bits,
+    and is called "script".
 
-    No further runs are made in three cases: two seeds give the reference the same losses; the training fails in float32
-    for a reason that has nothing to do with dtypes; two runs fail for the same reason, and none has come to its end.
+    No further runs are made in three cases: two seeds give the reference the same losses; the reference fails in
+    float32, and its error says nothing of dtypes; two runs fail for the same reason, and none has come to its end.
     """
 
     def __init__(self, runner: Runner, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -187,15 +189,15 @@ class Campaign:
         self._begin(plan.runs)
 
     def _begin(self, runs: dict[str, Settings]) -> None:
-        """Set the runs to make, and drop all results."""
+        """Set the runs to make, without results yet."""
         self._runs = runs
         self._compared = {name: ComparedRecord(name, failed=NOT_RUN) for name in runs}
         self._curves: dict[str, list[CurveRecord]] = {name: [] for name in runs}
 
     def run(self) -> None:
-        """Make all runs. A run that fails is noted; an interrupt propagates.
+        """Make the runs of the plan. A run that fails is noted; an interrupt propagates.
 
-        Raises RunFailedError if the training fails in float32 for a reason that other levels would share.
+        Raises RunFailedError if the reference fails in float32, and `may_depend_on_dtype` is False for its error.
         """
         seeds = self._plan.seeds
         failed = self._train_reference(seeds[0])
@@ -225,7 +227,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails at the reference. If it only took no step, return."""
+        """Raise the error of a training that fails at the reference. Return if it ended without an error or a step."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return
@@ -250,7 +252,7 @@ class Campaign:
             self._done -= 1  # both tries count as one run
             failed = self._train(reference, seed)
             if failed is not None:
-                self._not_float32 = ""  # the training fails in any dtype
+                self._not_float32 = ""  # the training fails with its own 16 bits, too
         elif self._header is not None and is_in_float32(self._runs[reference]):
             self._not_float32 = ", ".join(self._header.not_widened)
         self._choose_native_runs()
@@ -271,7 +273,7 @@ class Campaign:
         self._curves[SCRIPT] = [replace(curve, run=SCRIPT) for curve in self._curves[SCRIPT]]
 
     def _choose_native_runs(self) -> None:
-        """Make other runs than planned if the run of the reference has shown torch.autocast or 16-bit weights."""
+        """Plan other runs if the run of the reference has shown that the script does not use `amp.initialize`."""
         header, reference = self._header, self._reference
         if header is None or not header.is_native:
             return
@@ -295,7 +297,7 @@ class Campaign:
                 )
 
     def _has_same_losses(self) -> bool:
-        """Return whether the reference has the same losses from two seeds, because the script sets its own seed."""
+        """Return whether the reference has the same losses from its first two seeds."""
         curves = self._curves[self._reference]
         losses = [curve.losses for curve in curves if not (curve.is_noise or curve.is_frozen)]
         return len(losses) > 1 and losses[0] == losses[1]
@@ -307,7 +309,7 @@ class Campaign:
         return not has_ended and max(reasons.values(), default=0) > 1
 
     def comparison(self) -> Comparison:
-        """Return the results so far. Raises SessionError, with the reasons, if no run has taken a step."""
+        """Return the results so far. Raises SessionError, with the reasons, if there are no losses."""
         curves = [curve for of_run in self._curves.values() for curve in of_run if curve.losses]
         if self._header is None or not curves:
             runs_by_reason: dict[str, list[str]] = {}
@@ -403,7 +405,7 @@ class Campaign:
     ) -> tuple[Recording | None, RunFailedError | None]:
         """Make a run with a probe, and return its recording and its error. A failed run may have both.
 
-        The files that the script writes are kept in `folder`; if it is "", they are not kept.
+        `folder` is the `name` of the `Run`.
         """
         try:
             settings = self._runs[name]
@@ -445,9 +447,9 @@ def _compare_layer(run: str, reference: SampleRecord, sample: SampleRecord) -> L
 def find_gradient_error(
     reference: dict[str, SampleRecord], samples: dict[str, SampleRecord]
 ) -> tuple[float | None, str]:
-    """Return the largest relative error of the gradients of a layer, and the layer; None and "" if there are none.
+    """Return the largest relative error of the gradients of a layer, and the layer; None and "" if no layer counts.
 
-    Layers are compared if both runs have samples of their gradients, and these are not too small (see `SHARE`).
+    A layer counts if both runs have equally many samples of its gradients, and these are not too small (see `SHARE`).
     """
     gradients = {
         module: sample.gradient

@@ -26,7 +26,7 @@ class Comparison(Summary):
     def table(self, width: int | None = None) -> str:
         """Return the verdicts, a table with a row for each run, and notes.
 
-        The reference has no verdict, and runs that have failed with the same error share one.
+        The reference has no verdict unless it failed. Runs that have failed with the same error share one.
 
         Args:
             width: the most characters in a line of the table. To fit, the table leaves out columns that say nothing,

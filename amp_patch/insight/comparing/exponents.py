@@ -83,7 +83,7 @@ def find_shares(counted: GradientRecord, low: str, scale: float = 1.0) -> Shares
     """Return the shares of counted values, times a scale, that become zero, subnormal and inf in the dtype `low`.
 
     The scale is rounded to a power of two. The result is exact for this power, except that values just below the normal
-    numbers, which round up to one, count as subnormal.
+    numbers, which round up to the smallest of these, count as subnormal.
     """
     form = FORMATS[low]
     lowest = counted.lowest + round(math.log2(scale))

@@ -18,7 +18,8 @@ from ..tensors import tensors_in
 class PeakMeter:
     """Measures the peak of the memory of a session.
 
-    On an accelerator, the allocator of torch reports the peak of the process. On MPS it does not, so the peak is None.
+    On an accelerator, the allocator of torch reports the peak of the process; if it does not, as on MPS, the peak is
+    None.
     On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
     states, and all results of ops. It does not count memory that ops use internally, or storages of sparse tensors and
     of tensor subclasses.
@@ -91,7 +92,7 @@ class _Counting(TorchDispatchMode):
         self.peak = max(self.peak, self._in_use)
 
     def _add(self, storage: Any, key: int, size: int) -> None:
-        # a method of list, and no function in Python: a Ctrl-C during its call would be lost
+        # not a Python function, because a Ctrl-C during its call would be lost
         reference = weakref.ref(storage, self._freed.append)
         self._known[key], self._sizes[reference] = reference, (key, size)
         self._in_use += size

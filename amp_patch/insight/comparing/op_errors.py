@@ -1,7 +1,7 @@
 """Finds the error that each op adds in 16 bits.
 
-`OpErrors` measures the errors of all ops, in the run in float32. `LowOps` finds out which ops run in 16 bits in any
-other run; their errors are those that `OpErrors` has measured.
+`OpErrors` measures the errors of ops in one run, the reference. `LowOps` finds out which ops run in 16 bits in another
+run; their errors are those that `OpErrors` has measured.
 """
 
 import contextlib
@@ -99,11 +99,10 @@ class LowOps:
 
 
 class OpErrors(LowOps):
-    """Measures the error of each op of a step in float16 and in bfloat16, in a run in float32.
+    """Measures the error of each op of a step in float16 and in bfloat16, if its result is float32.
 
-    The script gets the result in float32. Beside it, a `Shadow` for each 16-bit dtype runs the call on inputs that are
-    rounded to this dtype. If gradients are disabled, or if a second call would differ (see
-    `Shadow.run_low`), the call only runs in float32.
+    The script gets this result. Beside it, a `Shadow` for each 16-bit dtype runs the call on inputs that are rounded to
+    this dtype. Nothing is measured if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
     """
 
     def __init__(self) -> None:
@@ -132,10 +131,10 @@ class OpErrors(LowOps):
     def _call(
         self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], op: str, rule: OpRule | None
     ) -> Any:
-        """Call a function in float32, and compare its result with the results in 16 bits."""
+        """Call a function, and compare its result with the results in 16 bits."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # not the name of a list's entry, which a run without lists does not have: `index_add` for `index_add_`
+        # not `op`, which may be the name of a list's entry: a run without lists would have another name for the call
         module, op, site = self._here(), name_plainly(function), find_site().place
         # before the call, which may change its arguments in place
         low_results = [shadow.run_low(op, function, args, kwargs) for shadow in self._shadows]

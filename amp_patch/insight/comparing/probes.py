@@ -44,11 +44,12 @@ class CurveProbe(Probe):
 
     The loss of a step is the mean of the losses that went backward in it. The time of a step begins when the step
     before it has ended, so it includes all that the script does in between. On a CPU it is CPU time, which other load
-    affects less. The probe waits for the device once a step.
+    affects less. The probe waits for the device in each step.
 
     Args:
         steps: the number of steps to watch.
-        is_noise: whether to move each weight by one unit in the last place, at first and after each step.
+        is_noise: whether to move each weight by one unit in the last place, at first and after each step. The time that
+            this takes does not count.
         is_frozen: whether to put the weights of before the first step back after each step.
         on_end: called after the last step.
     """
@@ -104,10 +105,7 @@ class CurveProbe(Probe):
         if self._first_weights is not None:
             self._first_weights.put_back(optimizer)
         if self._is_noise:
-            # only weights of this optimizer, because a living graph may hold others: in a GAN, the generator's graph
-            # lives while the discriminator steps
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            _nudge(current.require(), weights, self._count + 1)
+            self._move_weights(optimizer)
         if not self._is_counted(optimizer):
             return
         self._count += 1
@@ -116,9 +114,7 @@ class CurveProbe(Probe):
         self._batches = self._batch_counter.end_step()
         session = current.require()
         self.run = describe_run(session)
-        if session.device_type != "cpu":
-            torch.accelerator.synchronize()
-        self._seconds.append(self._read_clock() - self._step_started)
+        self._seconds.append(self._wait_and_read_clock() - self._step_started)
         losses = [loss.cpu().double().mean().item() for loss in self._pending]
         self._pending.clear()
         self._losses.append(_round(mean(losses)))
@@ -129,6 +125,23 @@ class CurveProbe(Probe):
             self.stop()
             self._on_end()
         self._step_started = self._read_clock()
+
+    def _move_weights(self, optimizer: Optimizer) -> None:
+        """Move the weights of an optimizer by one unit in the last place, and leave this out of the time of the step.
+
+        Other weights stay, because a living graph may hold them: in a GAN, the generator's graph lives while the
+        discriminator steps.
+        """
+        begun = self._wait_and_read_clock()
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        _nudge(current.require(), weights, self._count + 1)
+        self._step_started += self._wait_and_read_clock() - begun
+
+    def _wait_and_read_clock(self) -> float:
+        """Wait for the device, and return the time in seconds."""
+        if current.require().device_type != "cpu":
+            torch.accelerator.synchronize()
+        return self._read_clock()
 
     def stop(self) -> None:
         """Stop watching. A second call does nothing."""
@@ -182,7 +195,7 @@ class _BatchCounter:
 
 
 class _FirstWeights:
-    """The weights of each optimizer before its first step. They are put back after each step, so nothing is learned."""
+    """The weights of each optimizer before its first step. They are put back after each step."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -212,7 +225,7 @@ def _round(value: float) -> float:
 
 
 def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
-    """Move each element of weights by one unit in the last place of its dtype, up or down.
+    """Move each element of floating weights by one unit in the last place of its dtype, up or down.
 
     The seed decides which elements go up. The random numbers of the run stay the same.
     """
@@ -234,7 +247,8 @@ class LayerProbe(Probe):
     `UPDATES` steps after the second.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
-    in its first call, and of the unscaled gradients of its weights. The gradients are also counted by magnitude.
+    in its first call with gradients, and of the unscaled gradients of its weights. The gradients are also counted by
+    magnitude.
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow; None for the session's own.
@@ -329,7 +343,9 @@ class LayerProbe(Probe):
             self._counted = count(grad for grad in gradients.values() if not grad.is_sparse)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """After the first step, begin to measure memory; after the second, begin to follow updates, or end."""
+        """After the first step, begin to measure memory; after the second, begin to follow updates. After the last,
+        end.
+        """
         if self._count > 1 and self._updates is not None:
             self._updates.updates.end_step(optimizer)
         if not self._is_counted(optimizer):

@@ -16,7 +16,9 @@ LAST_STEPS = 20
 
 
 MOST_KEPT = 0.5
-"""If a larger share of the elements of lost updates is stored, a run is judged by the error of these updates."""
+"""If a larger share of the elements of lost updates is stored, a verdict gives the error of the updates, and not this
+share.
+"""
 
 
 class Row(NamedTuple):
@@ -27,7 +29,7 @@ class Row(NamedTuple):
         run: its record.
         steps: the number of its steps; of several seeds, the smallest.
         loss: the final loss, a mean over seeds.
-        difference: how much larger the final loss is than in the reference, a mean over seeds.
+        difference: how much larger the final loss is than in the reference, a mean over seeds; None for the reference.
         spread: the standard deviation of this difference over seeds.
         ms: the time of a step in milliseconds, the median over seeds.
         factor: the ratio of `ms` to the time of the reference.
@@ -77,7 +79,7 @@ class Summary:
 
     @property
     def failed(self) -> list[ComparedRecord]:
-        """The runs that ended early."""
+        """The runs that ended early or did not begin."""
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
@@ -221,7 +223,7 @@ class Summary:
 
     @property
     def are_seeds_equal(self) -> bool:
-        """Whether all of several seeds gave the same losses, because the training sets its own seed."""
+        """Whether all of several seeds gave the same losses, as they do if the training sets its own seed."""
         losses = [curve.losses for curve in self.curves(self.about.reference).values()]
         return len(losses) > 1 and len(set(losses)) == 1
 
@@ -244,7 +246,7 @@ def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) ->
 
 
 def is_off(run: ComparedRecord) -> bool:
-    """Return whether most of a run's updates are stored, so that their error says how much is lost, and not `kept`."""
+    """Return whether a verdict gives the error of updates, and not the share that is stored: see `MOST_KEPT`."""
     return run.kept is not None and run.kept > MOST_KEPT and run.update_error is not None
 
 

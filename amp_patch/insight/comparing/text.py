@@ -23,7 +23,7 @@ _OF_LOSS_SCALES = ("skipped", "scale", "zero scaled")
 
 
 class Shown(NamedTuple):
-    """A cell of the table: its text, and the number that it shows; None for a cell of text or without a value."""
+    """A cell of the table: its text, and the number to sort it by; None to sort it by its text."""
 
     text: str
     value: float | None = None
@@ -146,7 +146,9 @@ def _assess(comparison: Summary) -> list[Assessment]:
 
 
 def judge_runs(comparison: Summary) -> list[Judged]:
-    """Return a verdict on each run that has a loss, except the reference, and one for each error of failed runs."""
+    """Return a verdict on each run that has a loss and did not fail, except the reference, and one for each error of
+    failed runs.
+    """
     verdicts = []
     for run in _assess(comparison):
         if run.row.loss is not None:
@@ -200,7 +202,7 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
     if about.left_out:
         yield about.left_out
     if comparison.are_seeds_equal:
-        yield "a second seed gave the same losses, so no more were run: the script sets a seed of its own"
+        yield "a second seed gave the same losses, so no more were run: perhaps the script sets a seed of its own"
     if any(run.may_be_chance for run in assessed):
         yield f"perhaps: to see whether a difference is chance, {_advise_on_seeds(comparison)}"
     tail = len(last(range(max((row.steps for row in rows), default=0))))
@@ -240,7 +242,10 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
         if not row.run.failed and row.steps < max(known.steps for known in rows):
             yield f"{row.name}: the script ended after {row.steps} of {about.steps} steps"
         if not row.run.has_equal_weights:
-            yield f"{row.name}: began with other weights than the reference, so its layers are not compared"
+            yield (
+                f"{row.name}: began with other weights than the reference, or none were read, so its layers are not"
+                " compared"
+            )
 
 
 def _group_worst(rows: Sequence[Row]) -> dict[str, list[str]]:
