@@ -51,8 +51,9 @@ class FlightRecorder:
     Args:
         every: the number of steps from one sample to the next. The first step is sampled.
         keep: the number of samples to keep. Older ones are dropped.
-        path: a file for the samples. It is written every ten minutes or more, and when the recorder or the process
-            ends. In a distributed run, each rank but the first puts its number before the suffix, as in `flight.1.jsonl`.
+        path: a file for the samples. It is written at intervals of at least ten minutes, and when the recorder or the
+            process ends. In a distributed run, each rank but the first puts its number before the suffix, as in
+            `flight.1.jsonl`.
         on_sample: called for each sample, once its numbers have reached the host, with the step and a dict of the
             numbers by name. `amp_patch.integrations.trackers.log_samples` makes such a function.
     """
