@@ -272,7 +272,8 @@ class Block(nn.Module):
         return x
 
 net = nn.Sequential(Block(), nn.Linear(4, 4))
-net(torch.ones(2, 5))
+x = torch.ones(2, 5)
+net(x)
 """
     names = {}
     error = raise_in(run, body)
