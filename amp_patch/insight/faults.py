@@ -1,10 +1,9 @@
 """`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
-A value fits if it is finite. If the result of an op does not fit, the inputs are read. If they are finite, the value
-was made in this op, and the op is computed in float32 as evidence. Values that do not fit are followed through the
-storages that ops write: an op that passes on the value of a known fault adds none. From a fault on, `Repair` computes
-values that depend on it as if float32 had been used. If the user asks for it (`underflow`), many zeros that 16 bits
-have made are a fault, too.
+A value fits if it is finite. If the result of an op does not fit, its inputs are read. If they fit, the op made the
+value, and is computed in float32 as evidence. Values that do not fit are followed through the storages that ops write:
+an op that passes on the value of a known fault adds none. From a fault on, `Repair` computes values that depend on it
+as if float32 had been used. With `underflow`, many zeros that 16 bits have made are a fault, too.
 """
 
 import math
@@ -86,8 +85,8 @@ class FaultFinder:
     Attributes:
         step: the number of the step.
         faults: the faults of this step so far.
-        peaks: the largest finite magnitudes of 16-bit outputs in the forward pass of this step, or inf (see `expect`).
-            They are found by site, op and dtype, and then by module.
+        peaks: the largest finite magnitudes of 16-bit outputs in the forward pass of this step, by site, op and dtype,
+            and then by module. See also `expect`.
     """
 
     def __init__(
@@ -293,7 +292,7 @@ class FaultFinder:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, given: _Input) -> bool:
-        """Return whether a tensor that came in seems to be infinite on purpose: a mask or a constant."""
+        """Return whether a tensor that came in seems to be infinite on purpose."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]
