@@ -350,7 +350,7 @@ def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes:
 
 
 def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
-    """Return a call of a function, method or module; None if an argument cannot be read, or by `_may_run_again`."""
+    """Return a call of a function, method or module; None if an argument cannot be read, or it must not run again."""
     function, name = reader.read(node.func), _name_function(node.func)
     parts: list[tuple[str, ast.expr]] = [(ast.unparse(part), part) for part in node.args]
     if isinstance(node.func, ast.Attribute):

@@ -344,8 +344,8 @@ class FaultFinder:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
             # A checkpoint runs ops of the forward pass again. After a fault, none of them needs a second entry.
-            is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
-            if written.is_low and not is_seen_in_forward:
+            is_repeated = call.phase == "recompute" and bool(self.faults)
+            if written.is_low and not is_repeated:
                 wanted.insert(0, written)
             self.repair.begin(output.tensor, blame.exact, wanted)
             if is_backward:
