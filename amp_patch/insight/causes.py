@@ -103,12 +103,12 @@ class _Divergence(Diagnosis):
 
 
 class _Step(Diagnosis):
-    """An optimizer made the value from finite weights and gradients."""
+    """A weight does not fit after an optimizer's step, although weights and gradients were finite before it."""
 
     cause = Cause.STEP
 
     def applies(self, fault: FaultRecord, course: Course) -> bool:
-        return fault.phase is Phase.STEP
+        return fault.phase is Phase.STEP and fault.origin.aten is None
 
     def describe(self, fault: FaultRecord) -> str:
         text = f"{fault.origin.parameter or 'a weight'} became {_format_share(fault)}"

@@ -1,7 +1,7 @@
 """The expression that ran in a frame of a traceback, and the values of its parts.
 
-Values are read without running code of the script. Names, stored attributes, items of plain containers and a few
-methods of tensors, which write nothing, can be read.
+Names, stored attributes, items of plain containers and results of a few methods of tensors are read. No code of the
+script runs for that, except what a subclass of Tensor overrides.
 """
 
 import ast
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 UNKNOWN = object()
-"""Stands for the value of an expression that cannot be read without running code of the script."""
+"""Stands for the value of an expression that is not read."""
 
-_VIEWS = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
-"""Attributes of tensors that are read."""
+_TENSOR_ATTRIBUTES = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
+"""Attributes of tensors that are read, besides methods."""
 
 _PURE_METHODS = frozenset(
     {
@@ -57,7 +57,7 @@ _CASTS = frozenset({"float", "half", "bfloat16", "double"})
 
 
 class Source:
-    """The syntax tree of a file, and its text."""
+    """The syntax tree of a source, and its text."""
 
     def __init__(self, text: str) -> None:
         tree = ast.parse(text)
@@ -81,7 +81,7 @@ class Source:
         return self._by_place.get(place)
 
     def spell(self, node: ast.AST) -> str:
-        """Return how the file writes an expression. One on several lines is written as Python would on one line."""
+        """Return an expression as in the source. One on several lines is written by `ast.unparse`."""
         text = ast.get_source_segment(self._text, node)
         return ast.unparse(node) if text is None or "\n" in text else text
 
@@ -112,7 +112,10 @@ def _parse(lines: tuple[str, ...]) -> Source | None:
 
 
 def read_source(file: str, names: dict[str, Any] | None = None) -> Source | None:
-    """Return the syntax tree of a file or notebook cell; None if it cannot be parsed. `names`: globals of its code."""
+    """Return the source of a file or notebook cell; None if it cannot be parsed. `names`: globals of its code.
+
+    The source is empty for a file that is not there.
+    """
     return _parse(tuple(linecache.getlines(file, names)))
 
 
@@ -128,7 +131,7 @@ class Reader:
     """Reads the values of expressions in a frame.
 
     Args:
-        stand_in: the value of a call, except a call of `_PURE_METHODS` without keywords. None: the value is UNKNOWN.
+        stand_in: the value to read for a call, except a call of `_PURE_METHODS` without keywords. None: UNKNOWN.
     """
 
     def __init__(self, frame: types.FrameType, stand_in: Tensor | None = None) -> None:
@@ -195,12 +198,16 @@ class Reader:
 
 
 def read_attribute(owner: Any, name: str) -> Any:
-    """Return a stored attribute, a method, or an attribute of a tensor in `_VIEWS`; UNKNOWN for any other one."""
+    """Return an attribute. UNKNOWN stands for attributes that are not read, such as properties and class methods.
+
+    Of a tensor, methods and `_TENSOR_ATTRIBUTES` are read; of another object, what it stores in `__dict__`, and
+    functions, tensors and static methods of its class.
+    """
     if owner is UNKNOWN:
         return UNKNOWN
     if isinstance(owner, Tensor):
         is_method = callable(inspect.getattr_static(Tensor, name, None))
-        return getattr(owner, name) if name in _VIEWS or is_method else UNKNOWN
+        return getattr(owner, name) if name in _TENSOR_ATTRIBUTES or is_method else UNKNOWN
     stored = getattr(owner, "__dict__", {})
     if isinstance(owner, nn.Module):
         for kind in ("_parameters", "_buffers", "_modules"):
@@ -212,5 +219,5 @@ def read_attribute(owner: Any, name: str) -> Any:
     if isinstance(static, staticmethod):
         return static.__func__
     if inspect.isfunction(static):
-        return static.__get__(owner)
+        return static if isinstance(owner, type) else static.__get__(owner)
     return static if isinstance(static, (Tensor, types.BuiltinFunctionType)) else UNKNOWN

@@ -49,7 +49,7 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 _CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
 _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
-"""With `_CHECKS`: the kinds of nodes in a condition that calls nothing, and so can be evaluated a second time."""
+"""With `_CHECKS`: the kinds of nodes in a condition that is evaluated a second time. They have no call."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,12 @@ class FailingCall:
     """A call that may have raised, and that can be run again with other arguments.
 
     Attributes:
-        name: the name of the op or of the function.
-        operands: the tensors among its arguments and, for a module, its parameters, each with its name.
+        name: the name of the op or of the function; for a check, of the function around it.
+        operands: the tensors among its arguments and, for a module, its parameters, each with its name; for a check,
+            the tensors that the condition names.
         run: makes the call again, with each tensor argument (for a check, each local tensor) replaced by the result of
             the function that it is given.
-        written: the operand that it writes to; None for none.
+        written: the operand that it writes to; None for none, or if that is not known.
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
         forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
@@ -303,7 +304,7 @@ def _call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any],
 
 
 def _read_call(level: Level, stand_in: Tensor | None = None) -> FailingCall | None:
-    """Return the call, operator, assignment or check that ran in a frame; None if not all of its parts can be read."""
+    """Return the call, operator, assignment or check that ran in a frame; None if it cannot be read, or run again."""
     expression = find_expression(level.frame, level.index)
     if expression is None:
         return None
@@ -349,7 +350,7 @@ def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes:
 
 
 def _read_function(node: ast.Call, reader: Reader) -> FailingCall | None:
-    """Return a call of a function, method or module, if a second call has no effect and all arguments can be read."""
+    """Return a call of a function, method or module; None if an argument cannot be read, or it must not run again."""
     function, name = reader.read(node.func), _name_function(node.func)
     parts: list[tuple[str, ast.expr]] = [(ast.unparse(part), part) for part in node.args]
     if isinstance(node.func, ast.Attribute):
@@ -398,28 +399,30 @@ def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # `forward` alone: hooks are code of the script, and may have effects.
+    # `forward` alone: hooks of the module are code of the script, and may have effects.
     return module.forward(*args, **kwargs)
 
 
 def _may_run_again(function: Any) -> bool:
     """Return whether a second call is taken to have no effect of its own.
 
-    True for methods of tensors, layers of torch without buffers, functions of amp_patch, of torch and of packages whose
-    names begin with "torch", and callable objects that are neither Python functions nor classes, as functions in C.
+    True for methods of tensors, modules of torch without buffers or modules of the script inside, functions of
+    amp_patch, of torch and of packages whose names begin with "torch", and callable objects that are neither Python
+    functions nor classes, as functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor
     if isinstance(function, nn.Module):
         has_state = any(buffer.numel() for buffer in function.buffers())
-        return type(function).__module__.startswith("torch.nn.modules") and not has_state
+        is_of_torch = all(type(module).__module__.startswith("torch.nn.modules") for module in function.modules())
+        return is_of_torch and not has_state
     if isinstance(function, (types.FunctionType, types.MethodType)):
         return (function.__module__ or "").startswith(("torch", "amp_patch"))
     return not isinstance(function, type)
 
 
 def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `x[index] = value`."""
+    """Return the call of `x[index] = value`; None for another assignment, such as that of a loop."""
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None
@@ -447,7 +450,7 @@ def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | No
     """Return the condition of an `assert`, as a call that fails if it is false; or the condition of the nearest `if`
     around a `raise`, as a call that fails if it is true.
 
-    Returns None for a condition that calls something, that has no attribute `dtype`, or that names no tensor.
+    Returns None for a condition with other nodes than `_CHECKS`, without an attribute `dtype`, or without a tensor.
     """
     test: ast.AST | None = node
     expects = False

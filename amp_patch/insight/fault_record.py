@@ -13,7 +13,7 @@ from . import display
 from .json_values import absent, flatten, is_stored
 
 CASTS = ("_to_copy", "copy_")
-"""The names of torch's ops that cast."""
+"""The names of torch's ops that cast, or copy."""
 
 
 class Word(StrEnum):
@@ -41,7 +41,7 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """The kind of a region: code in which all ops run in one dtype, or without casts, whatever the op lists say."""
+    """The kind of a region: code in which the op lists do not decide which ops are cast."""
 
     LOW = "low"
     FLOAT32 = "float32"
@@ -63,7 +63,7 @@ class Cause(Word):
 class Reach(Word):
     """How far a fault spread in its step."""
 
-    SWALLOWED = "swallowed"  # loss and gradients are finite
+    SWALLOWED = "swallowed"  # in neither loss nor gradients, as far as was seen
     LOSS = "loss"
     GRADIENTS = "gradients"
     WEIGHTS = "weights"
@@ -73,7 +73,7 @@ class Reach(Word):
 class Origin:
     """The op that gave the value, its call, and the tensor that holds the value. `FaultRecord` describes the fields.
 
-    If the step of an optimizer gave the value, `op` is the optimizer.
+    If a weight does not fit after the step of an optimizer, `op` is the optimizer, and `aten` is None.
 
     Attributes:
         came_in: whether an input held the value before, and no op that trace saw made it. Not stored.
@@ -116,7 +116,7 @@ class Evidence:
 
     @property
     def fits_in_float32(self) -> bool:
-        """Whether float32 holds the result."""
+        """Whether float32 is known to hold the result."""
         return self.in_float32 is not None and math.isfinite(self.in_float32)
 
 
@@ -148,7 +148,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class FaultRecord:
-    """A value that does not fit into its dtype, with the op that produced it, its cause, its effect and its fix.
+    """A value that does not fit into its dtype, with the op at which it was found, its cause, its effect and its fix.
 
     The fields are grouped into parts. Each stored field of a part is also an attribute of the record itself, with the
     value that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
@@ -157,9 +157,9 @@ class FaultRecord:
         step: the number of the step, from 0, counted by the optimizer that steps first.
         phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
         value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
-        cause: "precision" (float32 holds the result of the op for these inputs), "mathematics" (it does not),
-            "came in" (an input did not fit, and no recorded op produced it), "step" (an optimizer produced it from
-            finite weights and gradients) or "divergence" (losses or weights have grown without bound, or beyond
+        cause: "precision" (float32 holds the result, or makes the gradients fit), "mathematics" (it does not, or this
+            is unknown), "came in" (an input did not fit, and no recorded op produced it), "step" (a weight does not fit
+            after a step of an optimizer) or "divergence" (losses or weights have grown without bound, or beyond
             bfloat16).
         rank: the rank of the process.
         origin: the op and its call:
@@ -168,7 +168,8 @@ class FaultRecord:
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: dtypes of the inputs and of the output.
-            `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown.
+            `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown. For "zero", it is
+            the share among the values that are not zero in float32.
             `parameter`: the name of the parameter or buffer that came in, whose gradient came in, or that the
             optimizer's step wrote; "" for another tensor.
         evidence: numbers that show the cause:
@@ -177,19 +178,20 @@ class FaultRecord:
             float32 does not hold it, or if it was not computed; NaN if a part of it is NaN there, too.
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it, and for
             a value that an optimizer's step produced.
-            `trail`: the ops before this op, latest first, with the largest magnitude in the result of each.
-            `is_of_rounding`: whether the value fits only if ops before it run in float32 too.
+            `trail`: ops before this op, latest first, with the largest magnitude in the result of each.
+            `is_of_rounding`: whether the value fits if ops before it run in float32.
             `is_untested`: whether it is not known if float32 holds the result, because torch cannot run the op in
             float32.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
             none.
             `eps`, `lr`: the settings of the optimizer whose step produced the value; None for another value.
         effect: the consequences in the step:
-            `reach`: "swallowed" (loss and gradients are finite), "loss", "gradients", or "weights" (an optimizer's step
-            wrote the value); "" if the value reached only gradients that no optimizer has used yet.
+            `reach`: "swallowed" (neither loss nor gradients have the value, as far as was seen), "loss", "gradients",
+            or "weights" (an optimizer's step made the value); "" if it is not known, or if the value reached only
+            gradients that no optimizer has used yet.
             `gradients`: names of the parameters whose gradients are not finite; `of`: the number of parameters with a
             gradient.
-            `skipped`: whether the step was skipped; None if it did not end.
+            `skipped`: whether the step was skipped; None if it did not end, or if that is not known.
             `is_search`: whether the step was skipped because a dynamic loss scale was, or may have been, too large. The
             scale falls by itself.
         fix: the changes that make the values of the step fit:
@@ -236,7 +238,7 @@ class FaultRecord:
 
     @property
     def may_come_from_another_rank(self) -> bool:
-        """Whether the value came in with a tensor that is no parameter, and so perhaps from another process."""
+        """Whether the value came in with a tensor that has no name in the models: perhaps from another process."""
         return self.cause is Cause.CAME_IN and self.origin.parameter is None
 
     def __str__(self) -> str:

@@ -27,10 +27,13 @@ def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
 
 
 def format_traced(recording: Recording) -> str:
-    """Return the steps of an armed run that went wrong, then the faults. Without faults, such steps stand alone."""
+    """Return the steps of an armed run that went wrong, then the report of the run.
+
+    After such steps, the report does not say that there was no fault.
+    """
     troubles = [format_trouble(trouble, (), ()) for trouble in recording.troubles]
     if troubles and not recording.faults:
-        return "\n".join(troubles)
+        return "\n".join([*troubles, *_format_others(recording)])
     return "\n".join([*troubles, format_faults(recording)])
 
 
@@ -39,12 +42,9 @@ def format_faults(recording: Recording) -> str:
 
     Quiet losses, exceptions and misuses follow.
     """
-    faults, searches = recording.faults, recording.searches
-    quiet = [format_quiet(lost, recording.run) for lost in recording.quiet]
-    quiet += [format_raised(raised, recording.run) for raised in recording.raised]
-    quiet += map(format_misuse, recording.misuses)
+    faults, searches, others = recording.faults, recording.searches, _format_others(recording)
     if faults:
-        return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *quiet])
+        return "\n".join([format_fault(faults[0], recording.run), *describe_further(faults), *others])
     lines = [describe_search(searches, is_all=len(searches) >= len(recording.steps))] if searches else []
     skipped = sum(step.skipped is True for step in recording.steps)
     fitting = len(recording.steps) - max(skipped, len(searches))
@@ -54,7 +54,15 @@ def format_faults(recording: Recording) -> str:
     elif not searches and not recording.raised:
         # an armed run records only steps that went wrong
         lines.append("no fault" if recording.flight else "no fault, and no step was recorded")
-    return "\n".join([*lines, *quiet])
+    return "\n".join([*lines, *others])
+
+
+def _format_others(recording: Recording) -> list[str]:
+    """Return the reports of quiet losses, exceptions and misuses."""
+    others = [format_quiet(lost, recording.run) for lost in recording.quiet]
+    others += [format_raised(raised, recording.run) for raised in recording.raised]
+    others += map(format_misuse, recording.misuses)
+    return others
 
 
 def note_float32(recording: Recording) -> list[str]:
@@ -73,8 +81,7 @@ def note_float32(recording: Recording) -> list[str]:
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return the report of the steps that were skipped while a dynamic loss scale came down.
 
-    `faults` has one fault of each such step. `is_all`: whether they are as many as the steps of the run. Steps of
-    several optimizers in one iteration count as one step of the run.
+    `faults` has one fault of each such step. `is_all`: whether no other step was taken.
     """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)
@@ -85,7 +92,7 @@ def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
             " a larger loss scale fits"
         )
     if is_all:
-        text += "\na step that is skipped is not checked completely, so no step or few were: run more steps"
+        text += "\na skipped step is not checked completely: run more steps"
     return text
 
 
@@ -124,12 +131,12 @@ def entitle_fault(fault: FaultRecord) -> str:
 
 def describe_fault(fault: FaultRecord, run: RunRecord | None) -> Iterator[tuple[str, str]]:
     """Yield the lines of a fault, each as its name and its text. The name is "" if it continues the line before."""
-    if fault.phase is Phase.STEP:
-        yield "op", f"{fault.origin.op}.step(), from finite weights and gradients"
-    elif fault.origin.aten:
+    if fault.origin.aten:
         yield "op", _describe_op(fault)
         yield "call", _describe_call(fault)
         yield "rule", _describe_rule(fault)
+    elif fault.phase is Phase.STEP:
+        yield "op", f"{fault.origin.op}.step(), from finite weights and gradients"
     yield "cause", describe_cause(fault)
     yield "reach", _describe_reach(fault)
     trail = fault.evidence.trail
@@ -181,6 +188,8 @@ def _describe_reach(fault: FaultRecord) -> str:
     if effect.reach is None:
         return "not known: the step did not end"
     if effect.reach is Reach.WEIGHTS:
+        if fault.origin.aten:  # an op in the step of an optimizer that amp does not know
+            return "the step of an optimizer"
         return f"the weights: {fault.origin.parameter or 'of no model'}"
     if effect.reach is Reach.LOSS:
         return f"the loss{skipped}"

@@ -1,9 +1,9 @@
 """`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
-A value fits if it is finite. If the result of an op does not fit, the inputs are read. If they are finite, the fault is
-in this op, and the same op on the same inputs in float32 shows why. Values that do not fit are followed through the
-storages that ops write, so that each fault is reported once. From a fault on, `Repair` computes the rest of the step as
-if float32 had been used. If the user asks for it (`underflow`), many zeros that 16 bits have made are a fault, too.
+A value fits if it is finite. If the result of an op does not fit, its inputs are read. If they fit, the op made the
+value, and is computed in float32 as evidence. Values that do not fit are followed through the storages that ops write:
+an op that passes on the value of a known fault adds none. From a fault on, `Repair` computes values that depend on it
+as if float32 had been used. With `underflow`, many zeros that 16 bits have made are a fault, too.
 """
 
 import math
@@ -42,7 +42,7 @@ from .tensors import (
 from .written import Written, find_trail, shorten_node
 
 _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scaled_dot_product_")
-"""Ops to which scripts pass masks with -inf. Most of them return NaN if a whole row is -inf."""
+"""Beginnings of the names of ops to which scripts pass masks with -inf. Some return NaN if a whole row is -inf."""
 
 
 class _Input(NamedTuple):
@@ -73,7 +73,7 @@ class _Output(NamedTuple):
 
 
 class FaultFinder:
-    """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for each op.
+    """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for nearly each op.
 
     Args:
         underflow: of the values of a result that are not zero in float32, the share (0 to 1) that may be zero in 16
@@ -84,8 +84,9 @@ class FaultFinder:
 
     Attributes:
         step: the number of the step.
-        faults: the faults so far, in the order in which they were found.
-        peaks: the largest magnitudes of 16-bit outputs in this step: by site, op and dtype, and then by module.
+        faults: the faults of this step so far.
+        peaks: the largest finite magnitudes of 16-bit outputs in the forward pass of this step, by site, op and dtype,
+            and then by module. See also `expect`.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class FaultFinder:
         self._by_node: dict[int, Written] = {}  # ops of the forward pass, by the number of their autograd node
 
     def watch(self, session: Session, running: ModuleStack) -> None:
-        """Look at the ops of a session from now on."""
+        """Take names, masters and models from a session, and the running modules from a stack."""
         self._session = session
         self._running = running
         self.findings.get_models = session.models
@@ -144,7 +145,7 @@ class FaultFinder:
         """Look at the results of an op.
 
         `call` is the call that the op is part of; None for an op of amp. `number` is the number of the autograd node
-        that the op made; None if it made none.
+        that the op made; None if none is known.
         """
         overload = op.overload
         node, is_of_user, forward = "", False, None
@@ -186,7 +187,7 @@ class FaultFinder:
             self._look_for_quiet(op, call, outputs, made)
 
     def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op for values that are lost although every value fits."""
+        """Look at an op for quiet losses: values that are lost, and stay finite."""
         with current.without_casts():
             if call.phase == "forward":
                 self.values.look(op, call, made)
@@ -194,7 +195,7 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note inf as the peak of an op's line in these modules, too, because the script may end before they run."""
+        """Note inf as the peak, in these modules, of the line of an op that torch has refused to run."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
@@ -206,7 +207,7 @@ class FaultFinder:
                 self._enter(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return the record of an output. If it is a 16-bit output of a module's forward pass, note its magnitude."""
+        """Return the record of an output. Note the finite magnitude of a 16-bit output of a module's forward pass."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
@@ -232,7 +233,7 @@ class FaultFinder:
         return ""
 
     def _find_master(self, storage: int) -> Tensor | None:
-        """Return the float32 master of the parameter in a storage, None for another tensor."""
+        """Return the float32 master of the parameter in a storage, None if there is none."""
         for model in self._session.models():
             for weight in model.parameters():
                 if storage_of(weight) == storage:
@@ -248,7 +249,7 @@ class FaultFinder:
             self._check_zeros(output, call, self._underflow)
 
     def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
-        """Find out where an inf or NaN in an output comes from. Enter a fault if no fault explains it yet."""
+        """Find out where an inf or NaN in an output comes from, and enter a fault for it if there is reason to."""
         inputs = _read_inputs(output.op)
         bad_inputs = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
         # for each of them, the record of the op that wrote it, or None
@@ -270,8 +271,8 @@ class FaultFinder:
                 return
         self._inherit_mask_fault(output, call, pairs)
 
-        # 3. The op itself made NaN, or an inf from finite inputs. If an input seemed to be a mask, NaN shows that it is
-        # not: then the fault is that input.
+        # 3. Did the op itself make NaN, or an inf from finite inputs? If an input seemed to be a mask, and an op that
+        # takes no masks makes NaN of it, the input was no mask: then it is the fault.
         is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
         mask_fault = output.written.mask_fault
         if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
@@ -291,7 +292,7 @@ class FaultFinder:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, given: _Input) -> bool:
-        """Return whether a tensor that came in seems to be infinite on purpose: a mask or a constant."""
+        """Return whether a tensor that came in seems to be infinite on purpose."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]
@@ -306,7 +307,7 @@ class FaultFinder:
                 output.written.mask_fault = source.mask_fault
 
     def _enter_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
-        """Enter a fault for an input whose inf or NaN no op made. If its float32 master is finite, start its repair."""
+        """Enter a fault for an input whose inf or NaN no known op made. If its master is finite, repair from there."""
         source = Written(self._find_name(given.storage), "", math.inf, ())
         self.storages.put(given.storage, source)
         source.explain_by_fault(len(self.faults))
@@ -314,7 +315,7 @@ class FaultFinder:
         in_float32 = None
         master = self._find_master(given.storage)
         if master is not None and master.shape == given.tensor.shape and is_finite(master):
-            # The rest of the step is computed as if the weight had been its float32 master.
+            # What depends on the input is computed as if it had been the float32 master.
             self.repair.begin(given.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
@@ -342,9 +343,9 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs ops of the forward pass again. An op with a fault there needs no second entry.
-            is_seen_in_forward = call.phase == "recompute" and bool(self.faults)
-            if written.is_low and not is_seen_in_forward:
+            # A checkpoint runs ops of the forward pass again. After a fault, none of them needs a second entry.
+            is_repeated = call.phase == "recompute" and bool(self.faults)
+            if written.is_low and not is_repeated:
                 wanted.insert(0, written)
             self.repair.begin(output.tensor, blame.exact, wanted)
             if is_backward:
@@ -364,7 +365,7 @@ class FaultFinder:
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
         """Return the rounding to blame for an output: of its op, if that ran in 16 bits, or else of earlier ops.
 
-        `exact` is None if no inf or NaN of the output is finite in float32, or if the op cannot be computed in float32.
+        Its `exact` is None unless float32 makes at least one inf or NaN of the output finite.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -486,14 +487,14 @@ def name_value(is_nan: bool) -> Value:
 
 
 def none_if_inf(largest: float) -> float | None:
-    """Return None for inf, else `largest`, which may be NaN. None in a record means that float32 does not hold it."""
+    """Return None for inf, else `largest`, which may be NaN."""
     return None if math.isinf(largest) else largest
 
 
 def _has_such_number(op: Op, largest: float) -> bool:
     """Return whether the script passed inf to an op that gives inf, or NaN to one that gives NaN, as a plain number.
 
-    NaN from a number inf is a fault.
+    A number inf does not count for NaN.
     """
     is_alike = math.isnan if math.isnan(largest) else math.isinf
     return any(isinstance(value, float) and is_alike(value) for value in (*op.args, *op.kwargs.values()))

@@ -1,7 +1,4 @@
-"""`Folding`: folds equal calls of a step into one record that counts them.
-
-So memory grows with the lines of code and the recorded steps, not with the calls.
-"""
+"""`Folding`: folds equal calls of a step into one record that counts them."""
 
 import threading
 from dataclasses import dataclass, field, replace
@@ -24,13 +21,14 @@ class OpCall:
         phase, rule, entry, region, given, out, ran, casts: as in `OpRecord`.
         listed: the name of the op in the lists; "" for an op on no list.
         target: the dtype that the rule asks for, or None.
-        sources: addresses of the tensors that are not in this dtype, and so have to be cast.
+        sources: addresses of the arguments that the rule wants in this dtype, and that have another one.
         copied: addresses of the tensors that were cast.
         cast_dtypes: the dtypes from and to which tensors were cast, in pairs. Casts of weights to 16 bits are left out.
         widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
             an earlier call that did, if only ops on no list ran between. None if there is neither.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`.
+        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`, or is not
+            known.
         constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 

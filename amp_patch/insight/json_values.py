@@ -1,4 +1,4 @@
-"""Writes records as JSON, and reads them back.
+"""Turns records into values of JSON, and reads records from files of JSON.
 
 A record is a dataclass. If a field of a record is a dataclass, too, the fields of this *part* are keys of the record in
 JSON. If a field is declared with `absent`, JSON has another value in the place of None.
@@ -119,7 +119,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
         name, type_of_field = declared.name, declared.type
         if is_dataclass(type_of_field):
             values[name] = _build(type_of_field, data)  # type: ignore[arg-type]
-        elif name in data and is_stored(declared):  # a file of an earlier version lacks later keys
+        elif name in data and is_stored(declared):  # a file of an earlier version may lack later keys
             is_none = "absent" in declared.metadata and data[name] == plain(declared.metadata["absent"])
             values[name] = None if is_none else to_type(data[name], type_of_field, name)
     return kind(**values)
@@ -128,7 +128,7 @@ def _build(kind: type[R], data: Mapping[str, Any]) -> R:
 def to_type(value: Any, kind: Any, name: str) -> Any:
     """Return a value of JSON as the type of a field. For example, a list becomes a tuple, and "nan" becomes a float.
 
-    Raises TypeError, with the name of the field, for a value of another type.
+    Raises TypeError, with the name of the field, for a value of another type, and for an integer beyond `MAX_INT`.
     """
     if isinstance(kind, types.UnionType):
         if value is None and type(None) in get_args(kind):

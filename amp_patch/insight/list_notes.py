@@ -1,4 +1,4 @@
-"""Notes about the lists of a recording: casts that the list `fast` avoids, and rules that versions of torch changed.
+"""Notes about the lists of a recording: avoidable casts, rules that versions of torch changed, and uncalled entries.
 
 Imports torch only if there may be something to say: commands that read recordings start without it.
 """
@@ -27,7 +27,7 @@ def note_lists(recording: Recording) -> Iterator[str]:
 def _note_avoidable(recording: Recording) -> Iterator[str]:
     """Yield a line about ops that widen 16-bit values which later ops cast back, if the list `fast` has them.
 
-    The kernels of these ops compute in float32 inside, so a cast of their arguments makes no result more exact.
+    The kernels of these ops compute in float32 inside.
     """
     if not any(cast.between == "f32" for cast in recording.undone):
         return
@@ -72,7 +72,7 @@ def _note_changes(recording: Recording) -> Iterator[str]:
 
 
 def _note_uncalled(recording: Recording) -> Iterator[str]:
-    """Yield a line with the ops on the user's own lists that no recorded call names, so that their entries did nothing.
+    """Yield a line with the ops on the user's own lists that no recorded call names.
 
     The softmax inside of fused attention, for example, is no call of `torch.softmax`.
     """
@@ -82,7 +82,7 @@ def _note_uncalled(recording: Recording) -> Iterator[str]:
         return
     try:
         lists = config.load_oplists(own_lists, may_be_overlay=True)
-    except (AmpError, OSError):  # the recording is from a file, and a list has changed since
+    except (AmpError, OSError):  # the recording may be from a file, and a list may have changed since
         return
     called = {op.op for op in recording.ops}
     deciding = {op.entry for op in recording.ops}

@@ -6,7 +6,7 @@ from . import display
 from .comparing.summary import Summary
 from .comparing.text import footnotes, format_comparison, heading, tabulate
 from .fault_record import FaultRecord
-from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_faults, format_traced
+from .fault_text import describe_fault, describe_further, entitle_fault, format_fault, format_traced
 from .flight.describe import is_flight, summarize
 from .raised_record import RaisedRecord
 from .raised_text import describe_raised, entitle_raised, format_raised
@@ -38,13 +38,13 @@ def _format_recording(recording: Recording) -> str:
 
 @display.as_text.register
 def _format_fault(fault: FaultRecord) -> str:
-    """Return a fault as `amp-patch trace` prints it."""
+    """Return a fault in the form in which `amp-patch trace` prints it."""
     return format_fault(fault, None)
 
 
 @display.as_text.register
 def _format_raised(raised: RaisedRecord) -> str:
-    """Return an exception as `amp-patch trace` prints it."""
+    """Return an exception in the form in which `amp-patch trace` prints it."""
     return format_raised(raised, None)
 
 
@@ -57,7 +57,7 @@ def _name_recording(recording: Recording) -> str:
     if is_flight(recording):
         contents = summarize(recording.flight).partition("\n")[0].rstrip(":")
     elif not recording.ops:
-        contents = format_faults(recording).partition("\n")[0]
+        contents = format_traced(recording).partition("\n")[0]
     return f"Recording: {entitle_recording(recording)}; {contents}"
 
 
@@ -66,7 +66,7 @@ def _show_recording(recording: Recording) -> Markup:
     """Return the part of a recording that a notebook shows.
 
     This is the comparison if it has one; else its faults; else its ops and exceptions; else the samples of a flight
-    recorder; else the lines of `format_faults`: that there is no fault, quiet losses and misuses.
+    recorder; else the text of `format_traced`, such as steps that went wrong, quiet losses and misuses.
     """
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))
@@ -81,7 +81,7 @@ def _show_recording(recording: Recording) -> Markup:
         title, *lines = summarize(recording.flight).splitlines()
         return join([element("p", entitle_recording(recording)), element("p", title), _list(lines)])
     if not recording.ops:
-        return join([element("p", entitle_recording(recording)), element("p", format_faults(recording))])
+        return join([element("p", entitle_recording(recording)), element("p", format_traced(recording))])
     ops = choose_forward(recording)
     heading, *notes = describe_recording(recording)
     if len(ops) > ROWS:  # a notebook keeps its output in the file

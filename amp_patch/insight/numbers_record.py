@@ -33,11 +33,11 @@ class ModuleNumbersRecord:
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
-        module, type: the qualified name, and the name of the class; "" as the class for parameters outside of models.
-        weights: the sketch of the parameters in the first call with gradients; () if an optimizer had begun a step for
-            them before this call.
-        output, dtype: the sketch of the first floating tensor in the output of the first call with gradients, and its
-            dtype.
+        module, type: the qualified name, and the name of the class; "" as the class for parameters outside of models,
+            and if no call with gradients enabled was seen.
+        weights: the sketch of the parameters in the first call with gradients enabled; () if an optimizer had begun a
+            step for them before this call.
+        output, dtype: the sketch of the first floating tensor in the output of this call, and its dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.
         update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None
             without such a step.

@@ -1,12 +1,11 @@
 """`Observer`: sees the calls of listed ops from above, and the ops that torch dispatches from below.
 
-From above, a *cover* around each function that the session patched sees a call: its name, the line of the list that
-decides, and the arguments. From below, a dispatch mode sees the tensors that the kernels get. The ops that it sees
+From above, a *cover* around each op that the session patched sees a call: its name, the line of the list that decides,
+and the arguments. From below, a dispatch mode sees the tensors that the kernels get. The ops that it sees
 while a cover runs belong to the call of this cover. Autograd numbers the nodes that such a call makes, and by these
 numbers the ops of the backward pass are assigned to the call.
 
-The observer itself keeps and reads no tensor; a `FaultFinder` and a `QuietWatch` read them, and change none. So a
-recorded run computes the same results as without a recording.
+The observer keeps no tensor. A `FaultFinder` and a `QuietWatch` read values of tensors, and change none.
 """
 
 import contextlib
@@ -49,7 +48,8 @@ class _ThreadState(threading.local):
 
     Attributes:
         calls: holds the listed call that runs; empty if none runs.
-        is_below: whether the dispatch mode is on; `is_paused`: whether `pause` has turned it off.
+        is_below: whether the dispatch mode is on outside of listed calls, too.
+        is_paused: whether `pause` has turned the mode off.
         nodes: the number of autograd nodes at the last op; None before the first.
     """
 
@@ -133,7 +133,7 @@ class Observer:
         self.end_step()
 
     def pause(self) -> None:
-        """Stop observing this thread until `go_on`."""
+        """Stop observing this thread, the one that called `start`, until `go_on`."""
         if leave_mode(self._below):
             self._local.is_below, self._local.is_paused = False, True
 
@@ -145,7 +145,7 @@ class Observer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context in which this thread is not observed. Harmless in a pause, which goes on afterwards."""
+        """Make a context with a pause. Harmless in a pause, which goes on afterwards."""
         was_below = self._local.is_below
         self.pause()
         try:
@@ -223,10 +223,10 @@ class Observer:
             for tensor in tensors_in(values):
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
                     call.sources.add(address_of(tensor))
-            call.sources.discard(0)  # the address of tensors that hide theirs
+            call.sources.discard(0)  # stands for a tensor without an address
 
     def _is_reached(self) -> bool:
-        """Return whether lists act in this thread now. At a level that casts the model, its rules always do."""
+        """Return whether lists, or rules for modules, act in this thread now. True at a level without casts of ops."""
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
     # ---- from below --------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Observer:
         exact = compute_in_float32(op)
         if low and exact:
             call = self.note(op._replace(result=exact[0].to(low[0])))
-            if call is not None:  # the script ends before other modules of the same class run this line
+            if call is not None:  # the script may end before other modules of the same class run this line
                 self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
@@ -328,7 +328,7 @@ class Observer:
         call.copied.add(address_of(source))
         if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):  # a copy of a weight undoes nothing
             call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        # The op before cast its input down, and this call casts the result up again, or the other way round.
+        # Did the op before cast its input down, and does this call cast the result up again, or the other way round?
         storage = storage_of(source)
         producer = self._writers.get(storage)
         if not storage or copy.dtype is not call.target or producer is None or producer is call:
@@ -380,7 +380,7 @@ class Observer:
         return "forward"
 
     def _is_recomputing(self) -> bool:
-        """Return whether autograd runs a forward again, for a checkpoint.
+        """Return whether autograd seems to run a forward pass again, for a checkpoint.
 
         Gradients are enabled then. In a backward pass itself, they are enabled only with create_graph=True.
         """
@@ -388,7 +388,7 @@ class Observer:
 
 
 class _Below(WatchingMode):
-    """Shows every op to an observer after it has run."""
+    """Shows each op to an observer, and to its `FaultFinder` and `QuietWatch` before it runs, too."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()

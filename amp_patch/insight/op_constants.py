@@ -26,7 +26,7 @@ _ARITHMETIC = frozenset(
 _FLAGS = ("is_causal",)
 """Names of bool arguments that count as constants of a call where they are True."""
 
-_OPERATORS = {
+_SECOND_NAMES = {
     "truediv": "div",
     "floordiv": "floor_divide",
     "mod": "remainder",
@@ -71,10 +71,10 @@ def strip_spelling(op: str) -> str:
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
         plain = name[1:]  # of an operator with its operand on the right, such as radd, or in place, such as iadd
-        if name[:1] in "ri" and (plain in _ARITHMETIC or plain in _OPERATORS or plain == "matmul"):
+        if name[:1] in "ri" and (plain in _ARITHMETIC or plain in _SECOND_NAMES or plain == "matmul"):
             name = plain
     name = name.rstrip("_")
-    return _KERNELS.get(name) or _OPERATORS.get(name, name)
+    return _KERNELS.get(name) or _SECOND_NAMES.get(name, name)
 
 
 def find_constants(
@@ -91,7 +91,7 @@ def find_constants(
     by_place = [(place, value) for place, value in enumerate(args) if _is_constant(plain, "", value)]
     by_name = {name: value for name, value in kwargs.items() if _is_constant(plain, name, value)}
     if not by_place and not by_name:
-        return ()  # as for most calls; looking up the defaults would be slow
+        return ()  # at once, because looking up the defaults is slow
     defaults = {} if function is None else _find_defaults(function)
     names = list(defaults)
     values = [(names[place] if place < len(names) else "", value) for place, value in by_place]

@@ -1,4 +1,4 @@
-"""`OpWatch`: passes each call of an op in the forward pass to a function. It watches the thread that created it."""
+"""`OpWatch`: passes the calls of ops in the forward pass to a function. It watches the thread that created it."""
 
 import contextlib
 import threading
@@ -65,7 +65,7 @@ class OpWatch:
         self.is_on = True
         self._undo.callback(compiling.run_eagerly())
         self._undo.callback(references.uncover, self._session.patcher, self._covers)
-        self._undo.callback(self._mode.leave)  # it is still on if a forward pass has raised an exception
+        self._undo.callback(self._mode.leave)  # it may still be on, as after an exception
         self._undo.callback(self._running.close)
         self._session.patcher.cover(self._cover)
         self._running.open()
@@ -181,7 +181,10 @@ class _Modules(ModuleStack):
 
 
 def name_plainly(function: Any) -> str:
-    """Return the name of a function without its class or module: "matmul" for torch.matmul and Tensor.__matmul__."""
+    """Return the name of a function without its class or module: "matmul" for torch.matmul and Tensor.__matmul__.
+
+    Return "" for an object without a name.
+    """
     name = ""
     with contextlib.suppress(Exception):
         name = str(function.__name__)

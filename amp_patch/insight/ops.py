@@ -23,8 +23,8 @@ from ..torch_dispatch import (
 )
 from .tensors import floating_in, tensors_in
 
-_SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops compute nothing
-_IN_BULK = ("_foreach_", "_fused_", "_amp_foreach_")
+_SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops are not looked at
+_IN_BULK = ("_foreach_", "_amp_foreach_", "_fused_adagrad", "_fused_adam", "_fused_sgd")  # not _fused_rms_norm
 _BATCH_NORMS = frozenset(
     {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
     | {"batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
@@ -45,15 +45,15 @@ class Overload(NamedTuple):
     Attributes:
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
-        is_silent: whether it computes no number, like a view or an empty tensor.
-        is_alias: whether its result has the storage of an argument.
-        is_in_bulk: whether it is a foreach or fused op, as optimizers use, or not one of `aten`, such as an op between
-            processes.
+        is_silent: whether it is taken to compute no number, like a view or an empty tensor.
+        is_alias: whether its result may have the storage of an argument.
+        is_in_bulk: whether it is an op on lists of tensors, as optimizers use, or not one of `aten`, such as an op
+            between processes.
         written: positions of the arguments that it writes.
         is_overwriting: whether it only writes its first argument, and does not read it.
         moves_statistics: whether it writes running statistics, which it does not return.
         has_one_output: whether only the first of its outputs is for the caller.
-        is_pointwise: whether each element of its result depends on one element of each input.
+        is_pointwise: whether torch tags it as an op on single elements.
     """
 
     packet: Any
@@ -90,7 +90,7 @@ def find_overload(function: Any) -> Overload:
         written=written,
         is_overwriting=packet in OVERWRITES,
         moves_statistics=moves_statistics,
-        has_one_output=name.startswith(_FIRST_OUTPUT_ONLY),
+        has_one_output=name.startswith(_FIRST_OUTPUT_ONLY) and not name.endswith("_backward"),
         is_pointwise=torch.Tag.pointwise in function.tags,
     )
 
@@ -100,9 +100,9 @@ class Op(NamedTuple):
 
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
-        args, kwargs, result: its arguments and its result.
-        before: its arguments, with copies from before the call of those that it reads and then writes; without a
-            `FaultFinder`, the arguments themselves.
+        args, kwargs, result: its arguments, by position and by name, and its result.
+        before: `args`; with a `FaultFinder`, copies from before the call take the place of tensors that the op reads
+            and then writes, unless it is in bulk.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 
@@ -119,7 +119,7 @@ class Op(NamedTuple):
         return [*tensors_in(self.args), *tensors_in(self.kwargs.values())]
 
     def before_inputs(self) -> list[Tensor]:
-        """Return the tensors among its arguments as they were before the call."""
+        """Return the tensors among its arguments, those by position as in `before`."""
         return [*tensors_in(self.before), *tensors_in(self.kwargs.values())]
 
     def outputs(self) -> list[Tensor]:
@@ -127,13 +127,13 @@ class Op(NamedTuple):
         return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
 
     def floating_results(self) -> list[Tensor]:
-        """Return the floating and complex tensors in its result, and the running statistics that it has written."""
+        """Return the tensors of `floating_in` in its result, and the running statistics that it has written."""
         moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 
 
 def is_reduction(op: Op) -> bool:
-    """Return whether an op computes a sum or a mean. Loss functions count, whatever their `reduction`."""
+    """Return whether an op is `sum`, `mean` or a loss function, whatever its `reduction`."""
     return op.overload.name in ("sum", "mean") or op.overload.name.startswith(_LOSSES)
 
 

@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"\d+")
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
     """Return the modules, ops and lines that have to run in float32.
 
-    An op inside of a submodule is reached by a rule for this submodule. An op that the model itself calls, or the loss
-    code, is reached by its name in a list, since a rule for the model would cover all of it. `has_lists`: whether lists
-    of ops act at this level.
+    An op inside of a submodule is reached by a rule for this submodule. For an op that the model itself calls, or the
+    loss code, its name in a list is preferred, since a rule for the model would cover all of it. `has_lists`: whether
+    lists of ops act at this level.
     """
     modules: list[str] = []
     roots: list[str] = []
@@ -95,14 +95,17 @@ def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
     kind = type(model)
     if len(models) == 1:
         return _EVERY_MODULE
-    # A class made in a function has no path to name, and a class of torch has instances in other modules, too.
+    # A class made in a function has no path to name, and a class of torch may have instances in other modules, too.
     if "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
         return _NO_SUBMODULE
     return f"type: {kind.__module__}.{kind.__qualname__}"
 
 
 def _find_listed_name(culprit: Culprit) -> str:
-    """Return the name by which a list can put an op into float32. Return "" if no list can, as for an op in place."""
+    """Return the name by which a list can put an op into float32.
+
+    Return "" for an op under a rule that does not run low, and for an op in place, or without a name, on no list.
+    """
     if culprit.rule in _LISTED_IN_LOW:
         return culprit.listed
     if culprit.listed or culprit.rule or culprit.aten.endswith("_"):
@@ -112,7 +115,7 @@ def _find_listed_name(culprit: Culprit) -> str:
 
 
 def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
-    """Return patterns that match modules: names of one class that differ only in numbers become one pattern.
+    """Return patterns that match modules: names of one class that differ only in numbers may become one pattern.
 
     A pattern may match more modules than are named, but none of another class. A pattern that continues another one, as
     "a.*.norm" continues "a.*", is left out.
@@ -128,7 +131,7 @@ def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
 
 
 def _fold_alike(names: list[str], kind: type | None, kinds: Mapping[str, type]) -> list[str]:
-    """Return patterns for `names` that match no module of another class than `kind`, as few as possible.
+    """Return patterns for `names` that match no module of another class than `kind`.
 
     Try one pattern for all names, then one for each last part, as in an `nn.Sequential`, and else return the names.
     """

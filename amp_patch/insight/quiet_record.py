@@ -1,4 +1,4 @@
-"""`QuietRecord`: a quiet loss, which is what 16 bits lose of values although every value is finite."""
+"""`QuietRecord`: a quiet loss, in which 16 bits make values wrong, and all values stay finite."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,9 +13,9 @@ WEIGHTS, WEIGHT_DECAY, GRADIENTS = "weights", "weight decay", "gradients"
 class QuietCause(Word):
     """The kind of a quiet loss. `quiet_text` describes each kind, and has its remedy."""
 
-    LOST_UPDATE = "lost update"  # a change is smaller than the spacing of 16-bit numbers, and rounds to no change
-    COLLAPSED = "collapsed"  # different positions or times become one number
-    CANCELLED = "cancelled"  # a difference is smaller than the rounding of its operands
+    LOST_UPDATE = "lost update"  # changes are so small that rounding loses them, or a large part of them
+    COLLAPSED = "collapsed"  # positions or times have too few digits for what is computed from them
+    CANCELLED = "cancelled"  # the rounding of its operands makes a difference inexact
     ZERO_GRADIENTS = "zero gradients"  # gradients are zero in float16, and not in float32
     STALE_COPY = "stale copy"  # a weight has changed, and ops use a 16-bit copy from before
 
@@ -43,7 +43,8 @@ class QuietRecord:
             zero gradients, the share that is not zero.
         descent: how much of the true change is stored, by the scalar product of both: `<stored, true> / |true|^2`. 1 is
             all of it, 0 is nothing.
-        error: the relative error (L2) of the change, or of the result of `op`, against float32.
+        error: the error relative to float32: of the change, or of a result. It may be an estimate; for integers, it is
+            the share that differs.
         used: the line that uses the values, if that is another line than `site`.
         regions: choosers of modules that keep the values if they run in float32, such as `match: "time"`.
         is_temporary: whether the tensor that loses an update is made and freed within a step, so no step adds to

@@ -1,6 +1,6 @@
 """A quiet loss as text: the call, the cause with how much is kept, the tensors, and the remedy.
 
-In a *quiet loss*, a run in 16 bits loses values or their changes, and everything stays finite.
+In a *quiet loss*, 16 bits make values wrong, and all values stay finite.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from .short_dtypes import spell_out
 
 
 def format_quiet(lost: QuietRecord, run: RunRecord | None) -> str:
-    """Return a quiet loss as text. `run` says whether the script uses `amp.initialize`; None: unknown."""
+    """Return a quiet loss as text. Without `run`, the remedy is for a script that uses `amp.initialize`."""
     rows = [(f"  {name}", text) for name, text in describe_quiet(lost, run)]
     return "\n".join([entitle_quiet(lost), *align(rows)])
 
@@ -85,6 +85,8 @@ def _describe_collapsed(lost: QuietRecord) -> str:
 
 
 def _describe_cancelled(lost: QuietRecord) -> str:
+    if lost.error is not None and lost.error < 1:
+        return f"made inexact by the rounding of the values it is made from: off by {_percent(lost.error)}"
     return f"smaller than the rounding of the values it is made from: off by {_percent(lost.error)}"
 
 

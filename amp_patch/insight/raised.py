@@ -76,7 +76,7 @@ class Scene:
 
 
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
-    """Return the record of an exception; None if neither dtypes nor the use of a GradScaler explain it.
+    """Return the record of an exception; None if no reason is found in dtypes or in the use of a GradScaler.
 
     Runs the calls again that may have raised the exception. If they explain nothing, does the same for the exception
     that led the script to raise this one, and so on.
@@ -117,7 +117,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # The exception has ended the regions of torch.autocast in a script that uses it: no op is cast any more.
+    # Once an exception has ended the regions of torch.autocast, a script that uses them has no casts to turn off.
     has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
     with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)
@@ -196,7 +196,7 @@ class Operands:
         return self._weights.get(storage_of(tensor), ("", None))[0]
 
     def describe(self, name: str, tensor: Tensor, *, is_stand_in: bool = False) -> Operand:
-        """Return the operand for a tensor. `is_stand_in`: the tensor stands for the result of the latest op."""
+        """Return the operand for a tensor. `is_stand_in`: the tensor stands for the latest result that was noted."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
         while made is not None and made.parent is not None and made.call is self._failing:
@@ -223,7 +223,7 @@ class Operands:
         return Operand(name, dtype, origin, variable, "", site)
 
     def _describe_taken_over(self, name: str, dtype: str, call: OpCall, root: Made) -> Operand:
-        """Return the operand for the result of an op that took the dtype of an input of unknown origin."""
+        """Return the operand for the result of an op that took the dtype of an input which no known op made."""
         source = self._describe_outside("", dtype, root.storage, None)
         rule = ""
         if source.made_by:
@@ -282,7 +282,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if trials is None:
         return None
     forward = call.forward
-    if call.is_check and levels.caller is not None:  # the caller passed the operands, so its line is the one to change
+    if call.is_check and levels.caller is not None:  # the caller usually passed the operands, so its line is to change
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
     if forward is not None:
@@ -340,7 +340,7 @@ def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: S
 
 
 def _find_region(case: _Case, low: torch.dtype | None) -> str:
-    """Return the edit that calls a 16-bit model under torch.autocast; "" if the failing call does not work there."""
+    """Return the edit that calls a 16-bit model under torch.autocast; "" if it would not help, or amp casts the ops."""
     outside, session = case.levels.find_call_of_model(), case.scene.session
     if low is None or outside is None or not session.gives_way:
         return ""
@@ -444,7 +444,7 @@ def _choose_entries(case: _Case, trials: Trials, listed: str, covered: OpCall | 
 
 
 def _choose_regions(record: RaisedRecord, case: _Case, trials: Trials, covered: OpCall | None) -> Iterator[str]:
-    """Yield the module rule that repairs the call, if there is one: only submodules can have a rule."""
+    """Yield the module rule that repairs the call, if it ran in a submodule and there is one."""
     session = case.scene.session
     casts_model = session.policy.cast_model_type is not None
     own_name, _ = name_all(session.models()).get(record.module or "", ("", None))

@@ -11,8 +11,8 @@ from .json_values import absent
 class RaisedCause(Word):
     """Why the call raised. `raised_text` describes each."""
 
-    MIXED = "mixed dtypes"  # the operands have several dtypes, and the call refuses that
-    UNSUPPORTED = "unsupported dtype"  # all operands have one dtype, and the call refuses it
+    MIXED = "mixed dtypes"  # the operands have several floating dtypes, and the call refuses that
+    UNSUPPORTED = "unsupported dtype"  # all floating operands have one dtype, and the call refuses it
     LOW_WEIGHTS = "16-bit weights"  # a GradScaler unscales no float16 gradients
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
     SCALER_ORDER = "order of calls"  # the methods of a GradScaler were called in an order that it refuses
@@ -30,7 +30,7 @@ class OperandOrigin(Word):
     CAST = "cast"  # of the script
     OP = "op"  # an op that made it so, such as torch.zeros
     WEIGHT = "weight"  # a parameter, a buffer or a gradient
-    INPUT = "input"  # made before the recording began, or outside of torch
+    INPUT = "input"  # a variable whose tensor no recorded op made, such as a batch
     UNKNOWN = "unknown"
 
 
@@ -38,7 +38,7 @@ class Operand(NamedTuple):
     """A tensor among the arguments of the call.
 
     Attributes:
-        name: how the script writes it, else the name of the argument.
+        name: how the script writes it, else the name of the weight or of the argument.
         dtype: its dtype, as "bf16".
         origin: an `OperandOrigin`.
         made_by: the op that gave it this dtype; for a weight, its name; for an input, its variable; "" if unknown.
@@ -61,11 +61,11 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedRecord:
-    """An exception that left the script, or the function that ran under a recording.
+    """An exception that left the script, or the function under a recording, or that led the script to raise such a one.
 
     Attributes:
         error: the class of the exception.
-        message: its text.
+        message: the beginning of its text, on one line.
         cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
         step: the number of the step.
         phase: the part of the step that ran.
@@ -110,7 +110,7 @@ class RaisedRecord:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Lines of lists, the best first. Each repairs the call without the others."""
+        """`entries` and `regions`, the best first."""
         return (*self.entries, *self.regions)
 
     def __str__(self) -> str:

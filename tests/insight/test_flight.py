@@ -24,6 +24,7 @@ from amp_patch import insight
 from amp_patch.errors import ArgumentTypeError, ArgumentValueError, RecordError
 from amp_patch.insight.flight.describe import summarize
 from amp_patch.insight.flight.growth import find_growth
+from amp_patch.insight.flight.sheet import Sheet
 from amp_patch.insight.flight_record import FlightKind, FlightRecord
 from amp_patch.insight.report import make_report
 from amp_patch.integrations.trackers import log_samples
@@ -204,6 +205,16 @@ def test_shares_are_of_values_all_over_a_tensor():
     for record in seen:
         assert record.largest == (1e4,) and record.zeros[0] == pytest.approx(0.75, abs=0.06)
         assert record.near[0] == pytest.approx(1 - record.zeros[0], abs=1e-4)
+
+
+def test_a_sheet_that_holds_a_loss_scale_alone_counts_no_zeros_of_an_earlier_step():
+    sheet = Sheet(torch.device("cpu"), 2)
+    sheet.begin()
+    sheet.measure(0, torch.zeros(600))
+    sheet.finish()
+    sheet.begin()
+    sheet.note(0, 1024.0)
+    assert [column[0] for column in sheet.finish().unfold()] == [0, 1024, 0, 0]
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------

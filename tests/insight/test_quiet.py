@@ -16,6 +16,7 @@ from amp_patch import insight
 from amp_patch.insight.quiet import updates
 from amp_patch.insight.recorder import in_block
 from amp_patch.insight.tracer import Tracer
+from amp_patch.insight.trouble_record import TroubleRecord
 
 
 def network(dtype=torch.bfloat16):
@@ -88,6 +89,13 @@ def test_a_recording_with_quiet_losses_is_read_as_it_was_written(tmp_path):
     recording = insight.trace(training(model, torch.optim.Adam(model.parameters(), lr=1e-6)))
     recording.to_jsonl(tmp_path / "quiet.jsonl")
     assert recording.quiet and insight.Recording.read(tmp_path / "quiet.jsonl").quiet == recording.quiet
+
+
+def test_quiet_losses_are_told_beside_a_step_that_went_wrong():
+    model = network()
+    recording = insight.trace(training(model, torch.optim.Adam(model.parameters(), lr=1e-6)))
+    text = str(insight.Recording(recording.run, [*recording.quiet, TroubleRecord(step=3, symptom="loss is NaN")]))
+    assert "step 3: loss is NaN" in text and "lost quietly in bfloat16" in text
 
 
 OPTIMIZERS = {

@@ -21,6 +21,7 @@ import amp_patch as amp
 from amp_patch import insight, native
 from amp_patch.cli import recording as script_recording
 from amp_patch.cli.trace_raised import find_entries, merge_entries
+from amp_patch.insight.expressions import read_attribute
 from amp_patch.insight.module_casts import casts
 from amp_patch.insight.raised_record import Operand, OperandOrigin
 from amp_patch.insight.raised_text import describe_operand
@@ -243,3 +244,39 @@ def test_a_cast_is_named_only_while_the_tensor_has_the_dtype_that_it_gave():
     assert casts.find(model.weight).startswith(".half() at test_raised.py:")
     model.weight = torch.nn.Parameter(torch.zeros(2, 2))
     assert casts.find(model.weight) == ""
+
+
+class Layer(torch.nn.Linear):
+    """A layer of the script, whose `forward` is inherited."""
+
+    calls = 0
+
+    def reset_parameters(self):
+        type(self).calls += 1
+        super().reset_parameters()
+
+
+def test_a_method_that_a_class_inherits_is_no_method_of_the_class():
+    assert read_attribute(Layer, "forward") is torch.nn.Linear.forward
+    layer = Layer(1, 1)
+    assert read_attribute(layer, "forward") == layer.forward
+
+
+def test_a_container_with_a_module_of_the_script_is_not_called_again(run):
+    body = """
+calls = []
+
+class Block(nn.Module):
+    def forward(self, x):
+        calls.append(1)
+        return x
+
+net = nn.Sequential(Block(), nn.Linear(4, 4))
+x = torch.ones(2, 5)
+net(x)
+"""
+    names = {}
+    error = raise_in(run, body)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names |= {"calls": frame.f_globals["calls"]} if "calls" in frame.f_globals else {}
+    assert names["calls"] == [1]

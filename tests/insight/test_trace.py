@@ -461,6 +461,41 @@ def test_an_ignored_op_is_let_through():
     assert fault.aten == "mul" and fault.reach == "swallowed"
 
 
+KERNELS = {  # whether the finder reads all results, only the first, or none
+    "_scaled_dot_product_flash_attention_for_cpu": "first",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "all",
+    "_efficient_attention_backward": "all",
+    "_fused_rms_norm": "all",
+    "_fused_rms_norm_backward": "all",
+    "_fused_adamw_": "none",
+    "_foreach_add_": "none",
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_results_of_fused_kernels_are_looked_at_but_in_optimizers(kernel):
+    packet = getattr(torch.ops.aten, kernel)
+    overload = ops.find_overload(getattr(packet, packet.overloads()[0]))
+    read = "none" if overload.is_in_bulk else "first" if overload.has_one_output else "all"
+    assert read == KERNELS[kernel]
+
+
+def test_an_op_in_the_step_of_an_unknown_optimizer_is_told_as_any_other():
+    extra = nn.Parameter(torch.ones(16))
+    unknown = torch.optim.RMSprop([extra], lr=1e35, eps=0.0, alpha=1.0, foreach=False)
+    extra.grad = torch.ones(16)
+    known = make_step(Sandwich(nn.Tanh()))
+
+    def step():
+        unknown.step()
+        known()
+
+    (fault,) = find(step)
+    assert (fault.phase, fault.cause, fault.aten) == (Phase.STEP, Cause.MATHEMATICS, "addcdiv_")
+    text = str(fault)
+    assert "Tensor.addcdiv_ at test_trace.py:" in text and ".step()" not in text and "a weight" not in text
+
+
 def test_nothing_of_a_step_is_kept():
     step = make_gpt_step(make_gpt(layers=1))
     with tracing() as tracer:

@@ -70,8 +70,8 @@ class Grown:
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
     """Return the magnitudes that have grown up to their last sample, or first inf or NaN, in the order of `_order`.
 
-    Magnitudes of a healthy training grow as well, from a small beginning to a moderate size. So a growth counts only if
-    a forecast passes the largest number of the dtype, if the fit rises by `FAR`, or if it rises by `STEADY` to a large
+    Magnitudes of a healthy training may grow, too, from a small beginning to a moderate size. A growth counts only if a
+    forecast passes the largest number of the dtype, if the fit rises by `FAR`, or if it rises by `STEADY` to a large
     output or value, or to inf or NaN.
     """
     grown = []
@@ -92,8 +92,8 @@ def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
 def _find_growth(record: FlightRecord) -> Growth | None:
     """Return the growth over all samples. If the last one is inf or NaN, return the growth before the first inf or NaN.
 
-    (After the first, larger values are inf, so finite samples show no growth.) If there is no growth before it either,
-    return the growth over all samples.
+    (After the first, larger values are inf, so finite samples may show no growth.) Without a growth before it, return
+    the growth over all samples.
     """
     if not math.isfinite(record.largest[-1]):
         finite = next(place for place, largest in enumerate(record.largest) if not math.isfinite(largest))
@@ -124,8 +124,8 @@ def find_limit(record: FlightRecord) -> float:
 def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> list[str]:
     """Return lines about magnitudes that have grown, gradients that vanish, and loss scales that fell.
 
-    Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes. The
-    module of the fault comes first; one more line counts the others.
+    Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes that have grown,
+    a module of the fault first; one more line counts the others.
     """
     grown = find_grown(records)
     groups: dict[tuple[FlightKind, str], list[Grown]] = {}
@@ -152,16 +152,16 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
     if len(steps) < MIN_SAMPLES:
         return f"{title}: too few to see growth, which takes {MIN_SAMPLES}; sample more often"
     lines = describe_flight(records, fault)
-    # said even if nothing has grown, since nobody has looked at the outputs
+    # said even if nothing has grown, since no output was looked at
     if not any(record.subject is FlightKind.OUTPUT for record in records):
-        lines.append("no output was sampled: compiled code calls no hooks")
+        lines.append("no output was sampled (compiled code, for example, calls no hooks)")
     if not lines:
         return f"{title}: nothing has grown{_describe_headroom(records)}"
     return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
 
 
 def _describe_headroom(records: Iterable[FlightRecord]) -> str:
-    """Return the largest output of the last samples, beside the end of float16; "" without finite float16 outputs."""
+    """Return the largest output of the last samples, beside the end of float16; "" without finite ones in float16."""
     outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
     finite = [record for record in outputs if math.isfinite(record.largest[-1])]
     if not finite:
@@ -222,7 +222,7 @@ def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
     lost = []
     for record in records:
         is_sampled = record.subject is FlightKind.GRADIENT and len(record.steps) >= MIN_SAMPLES
-        # the last sample before all are zero: behind a dead ReLU, it is not small
+        # the last sample that is not zero; where a dead ReLU has made zeros, it is usually not small
         last = next((largest for largest in reversed(record.largest) if largest > 0), math.inf)
         if not is_sampled or record.low != "f16" or not last * scale < SMALLEST_NORMAL:
             continue

@@ -1,4 +1,4 @@
-"""`FlightRecorder`: samples the steps of a script's own loop, and writes them to a file."""
+"""`FlightRecorder`: samples the steps of a script's own loop, and writes the samples to a file."""
 
 import atexit
 import os
@@ -29,8 +29,8 @@ from .steps import StepFollower
 
 _WRITE_SECONDS = 600.0
 """While the recorder is open, it writes the file, at most this often, so that a process which is killed leaves most of
-its samples. Each time costs seconds: to format 256 samples of 1,000 layers with weights, each with an activation, took
-3 s on an AMD EPYC.
+its samples. Each time may cost seconds: to format 256 samples of 1,000 layers with weights, each with an activation,
+took 3 s on an AMD EPYC.
 """
 
 OnSample = Callable[[int, Mapping[str, float]], object]
@@ -39,8 +39,8 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    The recorder changes no number of the training. A step that is not sampled costs two hooks of the optimizer. A
-    sampled step has a forward hook on each module, and takes about two kernel launches for each output and each
+    The recorder changes no number of the training. A step that is not sampled costs at most two hooks of the optimizer.
+    A sampled step has a forward hook on each module, and takes about two kernel launches for each output and each
     gradient. The host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
     `amp.initialize` and without mixed precision.
 
@@ -51,8 +51,9 @@ class FlightRecorder:
     Args:
         every: the number of steps from one sample to the next. The first step is sampled.
         keep: the number of samples to keep. Older ones are dropped.
-        path: a file for the samples. It is written about every ten minutes, and when the recorder or the process ends.
-            In a distributed run, each rank but the first puts its number before the suffix, as in `flight.1.jsonl`.
+        path: a file for the samples. It is written at intervals of at least ten minutes, and when the recorder or the
+            process ends. In a distributed run, each rank but the first puts its number before the suffix, as in
+            `flight.1.jsonl`.
         on_sample: called for each sample, once its numbers have reached the host, with the step and a dict of the
             numbers by name. `amp_patch.integrations.trackers.log_samples` makes such a function.
     """
@@ -122,8 +123,8 @@ class FlightRecorder:
 
     @property
     def records(self) -> list[FlightRecord]:
-        """The samples: a record for the outputs of each module, for the gradients of its weights, for each name that
-        was passed to `observe`, and for each loss scale. Waits until the samples are on the host.
+        """The samples: a record for the outputs of a module, for the gradients of its weights, for a name that was
+        passed to `observe`, or for a loss scale. Waits until the samples are on the host.
         """
         return self._sampler.records()
 
@@ -140,7 +141,7 @@ class FlightRecorder:
         return summarize(self.records)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the samples to a file, a line of JSON for each of `records`. The file is written whole, or not at all.
+        """Write a line of JSON for the run, and one for each of `records`. The file is written whole, or not at all.
 
         `amp-patch explain --from` and `insight.Recording.read` read it. Raises OSError.
         """

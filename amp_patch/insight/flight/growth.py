@@ -23,7 +23,7 @@ MIN_RISE = 1.0
 """The least rise in a window, in powers of two."""
 
 NOISE = 4.0
-"""The rise must be larger than the noise by this factor."""
+"""The rise must be at least this many times the noise."""
 
 ORDERED = 0.7
 """The least Kendall's tau: the share of pairs of blocks in which the later is larger, minus the share in which it is
@@ -65,7 +65,7 @@ class Growth:
         """Return in how many steps the magnitude reaches a limit at this pace: log2(limit / end) / pace.
 
         Returns 0 if it has reached the limit, and None beyond `HORIZON` times the window, where an extrapolation says
-        nothing. Of eight trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of
+        little. Of eight trainings that reached 65,504, the median forecast was 0.5 to 2.1 times the true number of
         steps in seven, and 13 times in one that grew faster and faster.
         """
         if self.end >= limit:
@@ -82,10 +82,10 @@ def find_growth(steps: Sequence[int], magnitudes: Sequence[float]) -> Growth | N
     Ever shorter windows that end at the last sample are fitted. The result is of the longest window with a clear growth
     at an even pace; without such a window, of the shortest with a clear growth.
 
-    The line through the medians of the blocks has the slope of Theil and Sen: the median of the slopes of all pairs. So
-    a fourth of the samples may lie anywhere (Sen, 1968, has 29 % as the limit). The noise is 1.4826 times the median
-    distance from the line; for normally distributed distances, this is the standard deviation. Samples that are not
-    finite, and zeros, are left out.
+    The line through the medians of the blocks has the slope of Theil and Sen: the median of the slopes of all pairs. Up
+    to 29 % of the blocks may lie anywhere (Sen, 1968). The noise is 1.4826 times the median distance from the line; for
+    normally distributed distances, this is the standard deviation. Samples that are not finite, and zeros, are left
+    out.
     """
     points = [
         (step, math.log2(magnitude))

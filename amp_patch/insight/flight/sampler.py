@@ -1,6 +1,6 @@
 """`Sampler`: keeps the magnitudes of module outputs and gradients in every so many steps of a training.
 
-It changes no value. In a step that is not sampled, there is no hook on any module.
+It changes no value. In a step that is not sampled, it has no hook on any module.
 """
 
 import math
@@ -71,11 +71,11 @@ class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
     Whoever drives it tells it of each step: `begin_step`, `look_at_gradients` before each optimizer's step, `end_step`.
-    A sampled step takes two launches for each output of a module and each gradient, six for the step, one for each
-    loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
+    A sampled step usually takes two launches for each output of a module and each gradient, six for the step, one for
+    each loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
 
-    Not sampled: modules inside of compiled code, replicas of DataParallel, calls without gradients in eval mode, and
-    what a checkpoint computes again.
+    Not sampled are, for example, modules inside of compiled code, replicas of DataParallel, calls without gradients in
+    eval mode, and what a checkpoint computes again.
     """
 
     def __init__(self, every: int = 50, keep: int = 256) -> None:
@@ -152,8 +152,8 @@ class Sampler:
             self._sheets[device].begin()
 
     def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
-        """Measure the output of a module, but no tensor that the module before has returned last: so containers that
-        only return the output of their last module have no samples.
+        """Measure the output of a module, except a tensor that was measured just before: a container that returns the
+        tensor of its last module has no sample of its own.
         """
         if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
             return
@@ -275,7 +275,7 @@ class Sampler:
 
     def _measure(self, row: int, tensor: Tensor, scale: Tensor | None = None) -> None:
         sheet = self._find_sheet(tensor.device)
-        if row >= sheet.rows:  # a new value: from the next sampled step on
+        if row >= sheet.rows:  # beyond the spare rows: from the next sampled step on
             return
         dtype = self._rows[row].dtype = short(tensor.dtype)
         if dtype in LARGEST:
@@ -349,7 +349,7 @@ def _is_capturing() -> bool:
 
 
 def _merge(pages: Sequence[Columns]) -> Columns:
-    """Return the columns of all devices in one. Most models are on one device."""
+    """Return the columns of all devices in one."""
     merged, *others = pages
     for columns in others:
         for row, count in enumerate(columns[0]):

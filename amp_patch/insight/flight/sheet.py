@@ -1,7 +1,7 @@
 """`Sheet`: measures the tensors of one sampled step on their device. The host waits only on MPS.
 
 A tensor usually takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values.
-With a scale, it takes three. A step takes six launches for all tensors together, and one copy to the host.
+With a scale, it usually takes three. A step takes six launches for all tensors together, and one copy to the host.
 
 A *near* value is one with a magnitude of at least `NEAR`: it is near the largest number of float16.
 """
@@ -68,7 +68,7 @@ class Page:
 
 
 class Sheet:
-    """The rows of one device: one for each module output, parameter or value that may be measured."""
+    """The rows of one device: one for each module output, parameter, value or loss scale that may be measured."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.rows = rows
@@ -129,6 +129,8 @@ class Sheet:
         """Count the zeros and the near values, and start the copy to the host. Return None if nothing was measured."""
         if not self._counts:
             return None
+        if not self._is_filled:  # only `note` was called
+            self._values.fill_(math.nan)
         for row, is_counted in enumerate(
             (_is_equal(self._values, 0), _is_at_least(_magnitude(self._values), NEAR)), start=1
         ):
@@ -165,7 +167,7 @@ def _is_dense(values: Tensor) -> bool:
 def _find_distance(count: int) -> int:
     """Return the largest distance without a common factor with `count` at which `VALUES` of `count` values lie.
 
-    With a common factor, the values would come from the same channels of a tensor again and again.
+    With a common factor, the values could all come from the same few channels of a tensor.
     """
     distance = max(1, count // VALUES)
     while math.gcd(distance, count) > 1:

@@ -105,7 +105,7 @@ class StepFollower(events.Watcher):
         self._end(optimizer)
 
     def step_by_scaler(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Call `GradScaler.step`, and count a step that GradScaler has skipped: then no hook of the optimizer ran."""
+        """Call `GradScaler.step`. If no hook of the optimizer ran, GradScaler has skipped the step: count it."""
         self._has_stepped = False
         result = original(optimizer, *args, **kwargs)
         if not self._has_stepped and optimizer in self._hooks:

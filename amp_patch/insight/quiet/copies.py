@@ -56,10 +56,10 @@ class _Stale:
 
 
 class CopyWatch:
-    """Compares 16-bit copies of weights with the weights, whenever an op of a forward pass uses a copy.
+    """Compares 16-bit copies of weights with the weights, when ops of a forward pass use a copy.
 
     Args:
-        name: returns the qualified name of a tensor of a model; "" or None for another tensor.
+        name: returns the qualified name of a tensor of a model; "" or None if there is none to report.
         find_module: returns the name of the module that is running.
     """
 

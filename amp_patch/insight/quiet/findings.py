@@ -110,7 +110,7 @@ class Findings:
         """Return a record for each cause and line with a loss. These are left out:
 
         1. a line that passed without a loss in more steps than it had a loss in;
-        2. a cancelled difference at a line that passed before its first loss: then the training has converged;
+        2. a cancelled difference at a line that passed before its first loss, as in a training that has converged;
         3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())

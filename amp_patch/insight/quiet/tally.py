@@ -42,7 +42,7 @@ class Source:
     Attributes:
         site, op, module: the line of the script, the op, and the module that runs.
         optimizer: the class of the optimizer whose step runs; "" outside of steps.
-        is_sum: whether one op adds many values to an element.
+        is_sum: whether one op may add many values to an element.
         is_temporary: whether the tensor is made in the step that changes it. Only sums within one op are followed in
             such tensors.
         role: "weights", the name of a state of the optimizer, "gradients" that are summed, or `WEIGHT_DECAY`; "" for
@@ -76,7 +76,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a tensor changed in one step.
+    """How a tensor changed, in one step or in several.
 
     Attributes:
         along: <stored, true>, of the stored and the true change.
@@ -157,10 +157,10 @@ class _OfTensor:
         numel: the number of elements of the tensor.
         limit: the error above which its change is lost.
         total: the sum of all changes.
-        recent: the changes in the last steps.
-        largest: the largest |true|^2 of a step.
+        recent: the last changes.
+        largest: the largest |true|^2 of a change.
         first, lost: the first step whose change was lost (-1 for none), and the number of such steps.
-        looked: the number of steps.
+        looked: the number of steps with a change.
         last, last_lost: the last step with a change, and the last one whose change was lost; -1 for none.
     """
 
@@ -189,10 +189,10 @@ class _OfTensor:
                 self.first = step
 
     def find_lost(self) -> Change | None:
-        """Return the sum of the changes of all steps if it is lost, else of the last steps; None if neither is lost."""
+        """Return the sum of all changes if it is lost, else the sum of the last ones; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
-        # Weights change much less once a training has converged. Such changes do not count.
+        # Weights may change much less once a training has converged. Such changes do not count.
         least = self.largest / CONVERGED if self.limit == LOST else 0.0
         relevant = [change for change in self.recent if change.true >= least]
         if len(relevant) < FEW:
@@ -234,7 +234,7 @@ class Tally:
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         all_changes = [changes for tensors in self.tensors.values() for changes in tensors.values()]
-        # A tensor with as many elements as one that collects rounding errors loses nothing: its errors are collected.
+        # A tensor with as many elements as one that collects rounding errors may have its errors collected there.
         compensated = {changes.numel for changes in all_changes if changes.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]

@@ -2,7 +2,8 @@
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
 bits, the ops that change it run a second time in float32, on a float32 copy (its *twin*), as far as `BUDGET` allows.
-When the step ends, the change of the tensor is compared with the change of its twin, the true one.
+When a step of an optimizer begins or ends, the change of the tensor is compared with the change of its twin, the true
+one.
 """
 
 import weakref
@@ -45,7 +46,7 @@ class _Followed(NamedTuple):
 
     Attributes:
         tensor: the whole storage of the tensor, flat.
-        before: a copy of `tensor` from before its first change in the step.
+        before: a copy of `tensor` from before its first change.
         shown: the tensor that was changed. Reports use its name.
         source: the code that made the first change.
     """
@@ -117,7 +118,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. Without `optimizer`, they are of the optimizer of `begin_step`."""
+        """Judge the changes since `begin_step`. None: they are of the optimizer of `begin_step`, if there was one."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -160,7 +161,7 @@ class UpdateWatch:
             self.tally.add(self.step, source, change, name, number, followed.tensor)
 
     def _name_of_optimizer(self) -> dict[int, tuple[str, str]]:
-        """Return the role and the name of each tensor of the optimizer whose step runs, by the id of its storage."""
+        """Return the roles and names of weights and states of the optimizer that steps, by the id of the storage."""
         names: dict[int, tuple[str, str]] = {}
         if self._optimizer is None:
             return names
@@ -221,7 +222,7 @@ class UpdateWatch:
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was there before the step, in more than 16 bits: a 16-bit copy of it is no loss."""
+        """Return whether a tensor is old (see `_is_old`) and not in 16 bits: a 16-bit copy of it is no loss."""
         return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
@@ -239,7 +240,7 @@ class UpdateWatch:
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
 
     def _is_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor was there before the step. False for a tensor whose address is not known."""
+        """Return whether no op that was seen in this step made a tensor. False for a tensor without an address."""
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
@@ -274,7 +275,7 @@ class UpdateWatch:
         return Source(site.place, op, optimizer, role, self._find_module())
 
     def _forget(self, tensor: Tensor) -> None:
-        """Stop following a tensor in this step."""
+        """Stop following a tensor."""
         if storage_of(tensor):
             self._followed.pop(id(tensor.untyped_storage()), None)
             self._twins.drop(tensor)

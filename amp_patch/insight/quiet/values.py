@@ -1,7 +1,7 @@
 """`ValueWatch`: finds positions and times that collapse in 16 bits, and differences that are lost in rounding.
 
 It looks at forward passes. It follows values from the cast or the factory that rounds them to 16 bits, up to an op that
-small errors upset. Beside them, it computes the same values in float32. It stops where a weight takes part.
+small errors upset. Beside them, it computes the same values in float32. Values that require gradients are not followed.
 """
 
 import math
@@ -23,7 +23,7 @@ from ..written import Culprit, Written
 from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""The most elements of a value that is followed, and of the results of an op on it. Positions and times have fewer."""
+"""The most elements of a value that is followed, and of the results of an op on it."""
 
 DISTINCT = 0.75
 """Evenly spaced values collapse if at most this share of them stays distinct."""
@@ -44,7 +44,7 @@ UNLIKE = 0.25
 """A result is lost in rounding if it differs by more than this part from the result without rounding before it."""
 
 _ROUNDING = 0.2
-"""The root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and the root mean square of values."""
+"""About the root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and that of the values."""
 
 _NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if their size is unknown
 
@@ -62,7 +62,7 @@ A product of matrices is followed only if its inner dimension is 1, so that it s
 
 _WAVES = frozenset({"sin", "cos"})
 _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
-"""Ops that read only the size or the sign of a difference."""
+"""Ops that usually read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
 """Ops that pass a lost difference on: the next op shows whether the loss does harm."""
@@ -71,8 +71,7 @@ _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
     {"_to_copy", "mul", "div", "neg", "gather", "index", "index_select", "cat", "clone", "bmm", "mm"}
 )
-"""Ops whose results have the relative errors of their inputs."""
-
+"""Ops whose results have about the relative errors of their inputs."""
 
 _MOST_OPS = 8
 """The most ops before a sine that are searched for the op that rounded its angle."""
@@ -92,14 +91,14 @@ class _Difference(NamedTuple):
         place, dtype: the op that computed the difference, and the 16-bit dtype of the rounding.
         error: the rounding error of the operands, as a part of the difference.
         operands: addresses of the storages of the operands.
-        is_of_alike: whether all operands have the shape of the difference.
+        are_shapes_equal: whether all operands have the shape of the difference.
     """
 
     place: Place
     dtype: torch.dtype
     error: float
     operands: frozenset[int]
-    is_of_alike: bool
+    are_shapes_equal: bool
 
 
 class ValueWatch:
@@ -128,7 +127,7 @@ class ValueWatch:
         self._differences.clear()
 
     def look(self, op: Op, call: OpCall, made: Sequence[Written]) -> None:
-        """Look at an op of a forward pass. `made` has a `Written` for each of its floating results."""
+        """Look at an op of a forward pass. `made` has the `Written`s of its floating results."""
         if not all(map(storage_of, (*op.inputs(), *op.outputs()))):  # a tensor is empty, or hides its values
             return
         is_root = self._begin(op, call)
@@ -227,9 +226,9 @@ class ValueWatch:
             self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error, used=call.site.place, culprit=culprit)
 
     def _find_rounding(self, tensor: Tensor) -> Culprit | None:
-        """Return the first of the last ops that gave a tensor its rounded values; None if no op is known.
+        """Return the op that rounded the values of a tensor; None if no op is known.
 
-        The ops after it keep the relative errors of their inputs, so they would be exact on exact inputs.
+        Search back from the tensor, as long as ops keep the relative errors of their inputs, over at most `_MOST_OPS`.
         """
         known = self._storages.find(tensor)
         culprit = None
@@ -240,7 +239,7 @@ class ValueWatch:
         return culprit
 
     def _find_coarse_input(self, written: Written) -> Written | None:
-        """Return the record of the rounded input whose errors a result has; None if the op itself has rounded it."""
+        """Return the record of the rounded input whose errors a result has; None if the op itself may have rounded."""
         op = self._find_op(written)
         if op is None or op.overload.name not in _KEEPS_COARSE or _adds_up(op):
             return None
@@ -362,7 +361,7 @@ class ValueWatch:
             if made and (name in _UNCHANGING or (name == "add" and math.isfinite(_number_in(op)))):
                 self._differences[id(made[0])] = lost
                 continue
-            is_distance = lost.is_of_alike and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
+            is_distance = lost.are_shapes_equal and name in _SIZES and not (name == "pow" and _number_in(op) < 1)
             is_added_back = name == "add" and any(storage_of(given) in lost.operands for given in op.inputs())
             if not is_distance and not is_added_back:
                 del self._differences[id(known)]
@@ -421,7 +420,7 @@ def _size(tensor: Tensor) -> float:
 def _is_simple(tensor: Tensor) -> bool:
     """Return whether values have at most four significant bits, as small integers and masks do. Checks a sample.
 
-    16 bits hold such values exactly, so they have no rounding error.
+    Such values are taken to have no rounding error in 16 bits.
     """
     values = tensor.detach().reshape(-1)
     mantissa, _ = torch.frexp(values[:: max(1, values.numel() // 256)].float())

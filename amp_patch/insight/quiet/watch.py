@@ -1,6 +1,6 @@
 """`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses.
 
-A *quiet loss* is a loss of values by rounding to 16 bits although all values are finite.
+In a *quiet loss*, 16 bits make values wrong, and all values stay finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees every op. In optimizer steps, it is the dispatch mode. Outside of steps, an `Observer` passes the ops on.
+    """Sees the ops of a run: in optimizer steps as the dispatch mode, outside of steps through an `Observer`.
 
     Changes no value. Waits for the device.
 
