@@ -123,9 +123,7 @@ class ScalerErrors:
         depends = any(id(weight) in loss.leaves for weight in weights)
         if loss.trains_nothing and not depends and loss.site in self._training_lines:
             return (
-                [
-                    f"the loss at {loss.site} depends on no parameter this time, while earlier losses did"
-                ],
+                [f"the loss at {loss.site} depends on no parameter this time, while earlier losses did"],
                 f"for a batch that adds nothing to the loss, skip {loss.site} and this step (if not loss.grad_fn:"
                 " continue), or make the loss 0 * output.sum()",
             )

@@ -115,9 +115,7 @@ class Ranking:
         the gradients fit, with this room, at the script's scale.
         """
         magnitudes = [
-            op.gradient
-            for op in self._ops
-            if not _overflows(op) and not any(_keeps_op(entry, op) for entry in forced)
+            op.gradient for op in self._ops if not _overflows(op) and not any(_keeps_op(entry, op) for entry in forced)
         ]
         for gradient in self._gradients:
             module = gradient.parameter.rpartition(".")[0]
