@@ -112,7 +112,7 @@ class Recording:
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first faults of steps that were skipped while a dynamic loss scale came down."""
         return [fault for fault in self.of(FaultRecord) if fault.effect.is_search]
 
     @property

@@ -113,7 +113,7 @@ class Tracer(Recorder):
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first faults of steps that were skipped while a dynamic loss scale came down."""
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
