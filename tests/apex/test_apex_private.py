@@ -384,6 +384,12 @@ def test_a_static_scaler_never_skips():
     assert (scaler._unskipped, scaler.loss_scale(), scaler.dynamic) == (2, 1.0, False)
 
 
+def test_a_static_scaler_divides_in_place():
+    gradient = torch.tensor([256.0])
+    LossScaler(128.0).unscale([gradient], [gradient], None, models_are_masters=True)
+    assert gradient.item() == 2
+
+
 # ---- messages, and functions that are decorated ----------------------------------------------------------------------
 
 
