@@ -440,7 +440,7 @@ def trace(
         steps: the largest number of calls.
         underflow: the largest share, from 0 to 1, of an op's values that may become zero in 16 bits. Values that are
             zero in float32 do not count. None: no limit.
-        ignore: names of ops whose values are always accepted, such as `masked_fill`.
+        ignore: names of ops whose values are accepted, such as `masked_fill`.
         on_fault: "raise" raises NonFiniteError; "record" returns the recording. An error that the step raises is then
             suppressed if the recording has a fault or explains the error. Either way the step has run, so weights
             may hold inf or NaN: make the model anew before you train on.

@@ -20,7 +20,7 @@ class TroubleRecord:
         step: the number of the step, from 0.
         symptom: what was seen, such as "the loss is nan".
         loss: the loss; None if it was not read.
-        loss_scale: the loss scale, 1 without one.
+        loss_scale: the smallest loss scale, 1 without one.
         learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
         then: what follows the step: "stop", "skip" or "go".

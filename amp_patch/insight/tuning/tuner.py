@@ -55,7 +55,7 @@ class Tuner:
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}  # by the entries of the candidate
         self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
         self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
-        self._reasons: dict[ListEntry, str] = {}  # the reason for each entry in `_from_traces`
+        self._reasons: dict[ListEntry, str] = {}  # the faults of traced runs, by the entries that they need
         self._errors: list[str] = []  # the errors that the training raised with candidates
         self._everything: list[ListEntry] = []  # the candidate that keeps as much as possible in float32
         self._has_tried_everything = False
