@@ -137,7 +137,7 @@ class Recording:
 
     @property
     def flight(self) -> list[FlightRecord]:
-        """The magnitudes of modules over the sampled steps."""
+        """The samples of a flight recorder, such as the magnitudes of modules."""
         return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:

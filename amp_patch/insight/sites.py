@@ -34,7 +34,8 @@ _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
-"""Beginnings of the file names of code that is not the user's: generated code, contextlib and importlib."""
+"""Beginnings of the file names of code that does not count as the user's: code without a file, and of Python.
+"""
 
 
 class Site(NamedTuple):

@@ -21,7 +21,7 @@ _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv"
 """Ops that take no operands of different dtypes."""
 
 _LOW_RULES = ("whitelist", "cast_model_type", "run: low")
-"""Rules that cast inputs to 16 bits whatever their dtype."""
+"""Rules that cast float32 inputs to 16 bits."""
 
 
 class Culprit(NamedTuple):
