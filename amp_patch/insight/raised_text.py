@@ -18,7 +18,7 @@ _CAUSES = {
 
 
 def format_raised(raised: RaisedRecord, run: RunRecord | None) -> str:
-    """Return an exception as text. `run` says whether the script uses `amp.initialize`; None: unknown."""
+    """Return an exception as text. `run` is the run of the script; None: unknown."""
     rows = [(f"  {name}", text) for name, text in describe_raised(raised, run)]
     return "\n".join([entitle_raised(raised), *align(rows)])
 
@@ -121,7 +121,7 @@ _ORIGINS = {
 
 
 def _advise(raised: RaisedRecord, run: RunRecord | None) -> Iterator[str]:
-    """Yield the remedies as lines: entries for an op list and how to use the list, or instead edits of the script."""
+    """Yield the remedies as lines: entries for an op list and how to use the list, and edits of the script."""
     is_native, in_notebook = run is not None and run.is_native, (raised.site or "").startswith(_CELL)
     if raised.choices:
         below = "" if is_native else f", below `extends: {find_base(raised, run)}`"

@@ -41,7 +41,7 @@ class Blame(NamedTuple):
     """The rounding that made a result not fit.
 
     Attributes:
-        exact: the result in float32, with nothing rounded before it; None if that does not fit better.
+        exact: the result in float32; None if that does not fit better.
         wanted: the records of the earlier ops that have to return float32 so that the result fits.
         lost: a number in the script, such as an eps, that is an argument of such an op and zero in 16 bits; else None.
     """
@@ -124,7 +124,7 @@ class Recent:
         return Blame(exact, [kept.written for kept in wanted], lost[-1] if lost else None)
 
     def _find_ancestors(self, op: Op) -> list[_Kept]:
-        """Return the ops that an op depends on, in order."""
+        """Return the kept ops that an op depends on, in order."""
         wanted = {storage_of(tensor) for tensor in op.inputs()}
         ancestors: list[_Kept] = []
         for kept in reversed([*self._forward, *self._of_node]):

@@ -45,7 +45,7 @@ def _check_gradients(record: GradientRecord) -> Iterator[str]:
     if any(count < 0 for count in record.counts):
         yield f"gradients of {record.run!r} have a negative count"
     if record.counts and not any(record.counts):
-        yield f"gradients of {record.run!r} are counted, and there are none"
+        yield f"gradients of {record.run!r} have only counts of zero"
 
 
 def _check_curve(record: CurveRecord) -> Iterator[str]:

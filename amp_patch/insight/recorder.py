@@ -1,4 +1,4 @@
-"""`Recorder`: records the ops of some steps of a run, from the events of its session."""
+"""`Recorder`: records the ops of some steps of a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Recorder(Probe):
     Args:
         first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
         on_end: called when the last of these steps has ended, or a later one if no session was open before.
-        counts_before: whether steps count that a script took before its first region of autocast.
+        counts_before: whether steps count that a script took before its session was opened.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Recorder(Probe):
 
     @property
     def is_recording(self) -> bool:
-        """Whether ops are recorded now."""
+        """Whether this step is recorded."""
         return self._observer is not None and self._before is None
 
     def session_opened(self, session: Session) -> None:
@@ -277,8 +277,9 @@ def make_empty_run() -> RunRecord:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Record the ops that run in the block, except in optimizer steps, with or without a session or `torch.autocast`.
+    """Record the ops that run in the block, with or without a session or `torch.autocast`.
 
+    Ops of optimizer steps are usually left out.
     The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
     recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
     torch.compile runs uncompiled.

@@ -1,6 +1,6 @@
 """`Recording`: the records of one process, written as lines of JSON and read again.
 
-A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first. Each rank writes its own file.
+A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first.
 """
 
 import json
@@ -112,7 +112,7 @@ class Recording:
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first faults of steps that were skipped while a dynamic loss scale came down."""
         return [fault for fault in self.of(FaultRecord) if fault.effect.is_search]
 
     @property
@@ -137,7 +137,7 @@ class Recording:
 
     @property
     def flight(self) -> list[FlightRecord]:
-        """The magnitudes of modules over the sampled steps."""
+        """The samples of a flight recorder, such as the magnitudes of modules."""
         return self.of(FlightRecord)
 
     def to_jsonl(self, path: str | os.PathLike[str]) -> None:
@@ -151,7 +151,7 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file, and if there is none."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError if this is no such file, and if there is none."""
         run: RunRecord | None = None
         records: list[Record] = []
         declared, lines = None, 0
@@ -171,7 +171,7 @@ class Recording:
                     records.append(record)
         if run is None:
             raise RecordError(f"{path}: no record of kind 'run': this is not a recording, or only a part of one")
-        # A process that was killed has written only some of the lines. None: an earlier version wrote no number.
+        # the end of the file may be missing, for example after a copy that was broken off
         if declared not in (None, lines):
             raise RecordError(f"{path}: {lines} of {declared} records: this is only a part of a recording")
         problem = find_problem(records)

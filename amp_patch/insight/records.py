@@ -1,6 +1,6 @@
 """Records of runs, comparisons and searches: frozen dataclasses, each a line of JSON in the file of a recording.
 
-Records of faults, misuses, exceptions and flight recorders have modules of their own.
+Other records, such as `FaultRecord`, have modules of their own.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class RunRecord:
         torch, device: the version of torch, and the type of the device.
         opt_level: the level, or "autocast" or "as-is" without one.
         low: the short name of the low dtype; "" if nothing is cast.
-        lists, digest: the names of the op lists, and a hash of their entries.
+        lists, digest: the names of the op lists, and a hash of their rules.
         rank: the rank of the process.
         schema: the version of the schema of the records.
         is_native: whether the script uses torch.autocast or no amp at all, and not `amp.initialize`.
         prefixes: the prefix of the module names of each model, if there are several models.
-        steps_before: the number of steps that the script took before its first region of autocast.
+        steps_before: the number of steps that the script took before its session was opened.
         needs_scaler: whether the script has no loss scale and would need one in float16.
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
@@ -65,8 +65,8 @@ class OpRecord:
         step: the number of the step in the recording, from 0.
         phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is only
             recorded if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
-        module: qualified name of the innermost module that ran; "" outside of all.
-        op: the spelling that was called, such as "F.linear"; "aten.add" for an op that is on no list.
+        module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
+        op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
         rule: the list of the op, or the other rule that decided; "" if none did.
         entry: the place of the rule, `file.yaml:line`; "" without one.
         region: "low", "float32" or "off" if a region decided instead of the lists, else "".
@@ -158,19 +158,21 @@ class ComparedRecord:
 
     Attributes:
         run: its name, such as "O4" or "O4+my_lists.yaml".
-        opt_level, low, lists, digest: as in `RunRecord`; empty if the run never began.
+        opt_level, lists, digest: as in `RunRecord`; empty without a recording of the run.
+        low: the short name of the 16-bit dtype, also of the script's own weights; "" without one.
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
-        loss_scale: the loss scale of the step whose layers are compared; None if they are not.
-        has_equal_weights: whether this step began with the weights of the reference, up to rounding.
+        loss_scale: the loss scale of the step in which layers are measured; None if they are not.
+        has_equal_weights: False if this step began with other weights than in the reference, apart from rounding.
         gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
+            Layers with small gradients do not count.
         gradient_worst: the name of the layer with this error; "" if not compared.
-        kept: the share of elements whose change is stored, in the 16-bit tensors that lose changes; None without any,
-            or if not measured.
+        kept: the share of elements whose change is stored, in the 16-bit tensors that lose most; None if none loses
+            any, or if not measured.
         kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
         lost_by: "weights" if weights lose, "sum" for a sum within one call, "tensor" for another tensor with a name,
             else "line"; "" if none loses.
         update_error: the relative error (L2) of these changes, or of the sum; None without any, or if not measured.
-        failed: why the run ended early; "" if it did not.
+        failed: why the run ended early, or that it did not run; "" if it came to its end.
     """
 
     kind: ClassVar[str] = "compared"
@@ -268,7 +270,7 @@ CLASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
-    """The unscaled gradients of all weights in one step, counted by magnitude: see `comparing.exponents`.
+    """The unscaled gradients in one step, counted by magnitude: see `comparing.exponents`.
 
     Attributes:
         run: the name of the run.
@@ -355,14 +357,14 @@ class LowOpRecord:
 
     Attributes:
         module: the name of the innermost named module that the op ran in; "**": the model itself; "": outside.
-        op: the entry of the op lists that makes it run low, or the name of the function if it is on no list.
-        is_listed: whether there is such an entry.
+        op: its name in the op lists, or the name of the function if it is on no list.
+        is_listed: whether it casts its inputs: by a list, or in a cast model as an op with weights.
         overflow_in, overflow: largest share of the values of an argument, and of a result, that overflow.
         error: largest relative error (L2) of a result.
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
         backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
-            in 16 bits; 0 for products.
+            in 16 bits; 0 for products, and if not measured.
         effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
         site: the line of the script; "" if calls at all lines count together.
     """
@@ -384,7 +386,7 @@ class LowOpRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModulesRecord:
-    """Qualified names of all modules below the models, and of the modules whose forward ran."""
+    """Qualified names of all modules below the models, and of the modules in which ops ran."""
 
     kind: ClassVar[str] = "modules"
 

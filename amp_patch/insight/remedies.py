@@ -19,7 +19,7 @@ class RemedyKind(Word):
     WEIGHTS = "weights"  # 16-bit weights that are inf or NaN; if float32 holds them, the dtype of their module
     SUM = "sum"  # the reduction of the loss from a sum to a mean, or the loss scale
     SCALE = "scale"  # the loss scale
-    STEP = "step"  # the optimizer, or the level
+    STEP = "step"  # the settings of the optimizer, or the level
     SCRIPT = "script"  # the script or its data, as `Remedy.advice` says
 
 
@@ -34,9 +34,9 @@ class Remedy:
         ops: names of ops to run in float32, beside these modules.
         alternative: names of ops that suffice instead of `regions` and `ops`.
         sites: lines of the script that need `.float()`, beside these modules and ops.
-        scale: the loss scale to use. If the remedy has a list, a fixed scale has to come down to this one, too.
+        scale: the loss scale to use; None if it need not change, or if no scale is known to help.
         is_scale_enough: whether `scale` may take the place of the list.
-        is_larger: whether `scale` is larger than the present loss scale.
+        is_larger: whether a larger loss scale is wanted. If none helps, `scale` is None or not larger.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
         advice: lines of advice about the script.

@@ -1,11 +1,11 @@
-"""`Repair`: tries remedies for values that do not fit into 16 bits, before they are printed.
+"""`Repair`: tries remedies for values that do not fit into 16 bits.
 
 A value that does not fit is a *fault*. From the first fault of a step on, each value that depends on it has a *twin*
 if possible: the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its
 result does not fit into 16 bits either, the op has to run in float32, too.
 
-If a gradient does not fit, there are two remedies: a smaller loss scale, or to run the op of the forward pass whose
-gradient it is in float32, because a gradient has the dtype of the output of that op.
+If a gradient does not fit, there are two remedies: a smaller loss scale, or float32 for the op of the forward pass
+whose gradient it is.
 """
 
 import math
@@ -32,8 +32,8 @@ class Needs(NamedTuple):
 
     Attributes:
         culprits: the ops that have to run in float32.
-        scale: the largest loss scale, a power of two, under which the gradients fit once `culprits` run in float32.
-            None if the scale need not change. A scale below 1 is given only if there are no culprits.
+        scale: a smaller loss scale, a power of two, under which gradients fit; None if the scale need not change. It is
+            below 1 only if there are no culprits.
         is_scale_enough: whether all gradients fit under this scale even without the culprits.
         fitting: the largest loss scale under which all gradients fit without the culprits; None if no gradient bounds
             it, or if values of the forward pass do not fit.
@@ -96,7 +96,7 @@ class Repair:
         return twin is not None and not _is_beyond(twin)
 
     def loses(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has a twin that is not finite either."""
+        """Return whether the twin of a tensor shows that the tensor is not finite in float32 either."""
         twin = self._twins.find(tensor)
         # Values that rounding has made zero have no twins. If there are any, a twin with inf or NaN proves nothing.
         return not self.rounding and twin is not None and _is_beyond(twin)
@@ -122,13 +122,12 @@ class Repair:
         """
         given = self._find_given_twins(op)
         outputs = op.floating_results()
-        if not given or op.overload.is_in_bulk:
+        is_followed = bool(given) and not op.overload.is_in_bulk
+        results = self._twins.compute(op) if is_followed else []  # also [] if the op cannot run in float32
+        if not is_followed or len(results) != len(outputs):
             for tensor in outputs:
                 # a twin from before this op wrote the tensor is out of date
                 self._twins.drop(tensor)
-            return
-        results = self._twins.compute(op)
-        if len(results) != len(outputs):  # the op did not run in float32
             return
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
         if call is not None and call.phase == "backward":
@@ -208,7 +207,7 @@ class Repair:
             self._scale_of_others = min(self._scale_of_others, fitting)
 
     def _lower_scale(self, gradient: Tensor, exact: Tensor) -> float:
-        """Return the largest power of two under which a gradient fits. Lower the scale to it, unless it is below 1."""
+        """Return the largest power of two that is a loss scale under which a gradient fits. Note it as a bound."""
         # Gradients grow linearly with the loss scale.
         room = LARGEST[short(gradient.dtype)] / read_largest_number(exact)
         fitting = 2.0 ** math.floor(math.log2(self._get_scale() * room))

@@ -38,7 +38,7 @@ def spelled(owner: Any, name: str) -> str:
 
 
 def _name_owner(owner: Any) -> str:
-    """Return the full name of a class or module; "" for another object."""
+    """Return the full name of a class or module; "" for an object without a name."""
     if isinstance(owner, type):
         return f"{owner.__module__}.{owner.__qualname__}"
     return getattr(owner, "__name__", "")

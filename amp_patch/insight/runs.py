@@ -72,7 +72,7 @@ class Probe(events.Watcher, abc.ABC):
 
     @property
     def steps(self) -> int:
-        """The number of steps that have ended."""
+        """The number of steps so far."""
         return self._count
 
     def session_closing(self, session: "Session") -> None:
@@ -96,7 +96,7 @@ class Probe(events.Watcher, abc.ABC):
 
 
 Runner = Callable[[Run], Recording]
-"""Makes a run, and returns the recording of its probe. Raises RunFailedError if the run ends too early."""
+"""Makes a run, and returns the recording of its probe. A run that fails may raise RunFailedError."""
 
 
 class RunFailedError(SessionError):
@@ -126,8 +126,8 @@ _OF_DTYPES = re.compile(
 def may_depend_on_dtype(error: RunFailedError) -> bool:
     """Return whether a training that failed in one precision may run in another, by the text of its error.
 
-    Errors about dtypes, kernels and loss scales do, and so does a lack of memory. Only the error itself is read, and
-    the line that raised it: lines above often name dtypes.
+    It may after an error about dtypes, kernels, loss scales or memory. Only the error itself is read, and the line that
+    raised it: lines above often name dtypes.
     """
     _, frame, end = str(error).rpartition('File "')
     text = end.partition("\n")[2] if frame else end
@@ -135,7 +135,7 @@ def may_depend_on_dtype(error: RunFailedError) -> bool:
 
 
 def observes_ops(run: Run) -> bool:
-    """Return whether ops are observed in all steps. An armed run observes only repeated steps. Imports no torch."""
+    """Return whether the probe may observe the ops of any step. An armed run observes only repeated steps."""
     return not run.probe.startswith("arming.")
 
 

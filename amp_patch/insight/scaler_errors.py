@@ -21,7 +21,7 @@ from .sites import find_low_lines, find_site
 
 _SCALER, _OPTIMIZERS = "torch/amp/grad_scaler.py", "torch/optim/"
 _MOST_NODES = 200_000  # of the graph of a loss
-_MOST_NAMES = 3  # of parameters in a line
+_MOST_NAMES = 3  # of parameters, or lines of the script, in a line of a report
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ScalerErrors:
 
     def __init__(self) -> None:
         self._loss: _Loss | None = None
-        self._training_lines: set[str] = set()  # of backward passes that have reached parameters
+        self._training_lines: set[str] = set()  # lines of losses that were computed from parameters
         self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
         self._misuses: dict[str, Misuse] = {}  # by the same note
 
@@ -80,8 +80,8 @@ class ScalerErrors:
     ) -> RaisedRecord | None:
         """Return the record of an exception that GradScaler itself has raised.
 
-        Return None for another exception, or if no reason was noted for it. `empty` is a record with the facts that
-        every exception has.
+        Return None for another exception. Without `amp.initialize`, return None also if no reason was noted for it.
+        `empty` is a record with the facts that every exception has.
         """
         innermost = levels.all[-1] if levels.all else None
         if innermost is None or not innermost.file.endswith(_SCALER):
@@ -123,10 +123,7 @@ class ScalerErrors:
         depends = any(id(weight) in loss.leaves for weight in weights)
         if loss.trains_nothing and not depends and loss.site in self._training_lines:
             return (
-                [
-                    f"the loss at {loss.site} depends on no parameter this time: it is a constant, while earlier losses"
-                    " were of the model"
-                ],
+                [f"the loss at {loss.site} depends on no parameter this time, while earlier losses did"],
                 f"for a batch that adds nothing to the loss, skip {loss.site} and this step (if not loss.grad_fn:"
                 " continue), or make the loss 0 * output.sum()",
             )
@@ -140,7 +137,7 @@ class ScalerErrors:
             of_models = {id(weight) for model in session.models() for weight in model.parameters()}
             if not any(id(weight) in of_models for weight in weights):
                 return (
-                    ["they belong to no model that was called: the model was copied, made again or converted since"],
+                    ["they belong to no model that was called: it may have been copied, made again or converted since"],
                     "the optimizer made of the parameters of the model that is trained, and after the model",
                 )
             return (
@@ -172,7 +169,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
 
 
 def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> RaisedRecord:
-    """Return the record of a method of GradScaler that was called twice, too early, too late or on wrong tensors."""
+    """Return the record of a misuse other than 16-bit weights and missing gradients."""
     here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
     first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
     match misuse.kind:
@@ -258,13 +255,13 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
 
 
 def find_optimizer(levels: Levels) -> Optimizer | None:
-    """Return the optimizer that was taking a step; None without one."""
+    """Return the optimizer whose method was running; None without one."""
     holders = [level.frame.f_locals.get("self") for level in levels.all if _OPTIMIZERS in level.file]
     return next((holder for holder in reversed(holders) if isinstance(holder, Optimizer)), None)
 
 
 def is_of_own_optimizer(levels: Levels) -> bool:
-    """Return whether a line of the script itself, in the step of its own optimizer, has raised."""
+    """Return whether a line of the script has raised, and not code of torch.optim or a package that it called."""
     inner = levels.innermost
     if inner is None or inner.is_in_package:
         return False

@@ -2,8 +2,8 @@
 
 Each op that can be repeated runs once more, in 16 bits and on inputs that are rounded to 16 bits. So the error of its
 kernel counts, too, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and
-their results are rounded: products, whose 16-bit kernels add in float32, and ops without a 16-bit kernel on this
-device. The error is kept until the backward pass, where the gradient of the result shows how much the error matters.
+their results are rounded: products, whose 16-bit kernels add in float32, and ops that raise an error in 16 bits. The
+error is kept until the backward pass, where the gradient of the result shows how much the error matters.
 """
 
 import contextlib
@@ -66,16 +66,17 @@ class _LowCall:
         self._args, self._kwargs = cast_tree([args, kwargs], functools.partial(_pick, by_id=low))
         self._inputs = list(low.values())
 
-    def find_backward_error(self, gradient: Tensor) -> float:
+    def find_backward_error(self, gradient: Tensor, index: int) -> float:
         """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
+        `gradient` is the gradient of the result `index` of the call.
         Inputs whose gradients are not finite in 16 bits are left out. The gradients of the others count as one vector,
         because one alone may be zero but for rounding, as for the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
-        exact_gradients = self._find_gradients(rounded.float(), torch.float32)
-        gradients = self._find_gradients(rounded, low)
+        exact_gradients = self._find_gradients(rounded.float(), index, torch.float32)
+        gradients = self._find_gradients(rounded, index, low)
         pairs = [
             (exact.flatten(), from_low.float().flatten())
             for exact, from_low in zip(exact_gradients, gradients, strict=True)
@@ -86,7 +87,7 @@ class _LowCall:
         exact, from_low = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         return _relative(from_low - exact, exact)
 
-    def _find_gradients(self, gradient: Tensor, dtype: torch.dtype) -> Sequence[Tensor | None]:
+    def _find_gradients(self, gradient: Tensor, index: int, dtype: torch.dtype) -> Sequence[Tensor | None]:
         leaves: list[Tensor] = []
 
         def make_leaf(tensor: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class _LowCall:
 
         with random_numbers_kept(self._inputs), torch.enable_grad(), as_written():
             args, kwargs = cast_tree([self._args, self._kwargs], make_leaf)
-            result = next(tensors_in([self._function(*args, **kwargs)]))
+            result = list(tensors_in([self._function(*args, **kwargs)]))[index]
             return torch.autograd.grad(result, leaves, gradient.to(result.dtype), allow_unused=True)
 
 
@@ -163,10 +164,10 @@ class Shadow:
             return
         with torch.no_grad(), contextlib.suppress(Exception):
             sums.overflow_in = max(sums.overflow_in, low.overflow_in)
-            for tensor, from_rounded in zip(tensors_in([result]), low.tensors, strict=True):
+            for index, (tensor, from_rounded) in enumerate(zip(tensors_in([result]), low.tensors, strict=True)):
                 is_alike = tensor.shape == from_rounded.shape and from_rounded.is_floating_point()
                 if _is_plain(tensor) and is_alike and tensor.numel():
-                    self._compare(sums, tensor, self._round(from_rounded), low.call)
+                    self._compare(sums, tensor, self._round(from_rounded), low.call, index)
 
     def _run_low(
         self, function: Function, args: Any, kwargs: Any, given: Sequence[Tensor], rounded: dict[int, Tensor]
@@ -178,7 +179,7 @@ class Shadow:
             attempts.insert(0, low)
         for inputs in attempts:
             copies = {key: tensor.clone() for key, tensor in inputs.items()}  # the function may write them
-            # Dropout draws the same numbers in the shadow as in the call. A function may refuse to run twice.
+            # The call itself draws the same random numbers as without a shadow. A function may refuse to run twice.
             with random_numbers_kept(given), torch.no_grad(), as_written(), contextlib.suppress(Exception):
                 low_args, low_kwargs = cast_tree([args, kwargs], functools.partial(_pick, by_id=copies))
                 return list(tensors_in([function(*low_args, **low_kwargs)]))
@@ -187,7 +188,7 @@ class Shadow:
     def _round(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.low).float()
 
-    def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor, call: _LowCall | None) -> None:
+    def _compare(self, sums: _Sums, tensor: Tensor, low: Tensor, call: _LowCall | None, index: int) -> None:
         exact = tensor.detach()
         sums.overflow = max(sums.overflow, _share(_overflows(exact, low)))
         delta = torch.where(exact.isfinite() & low.isfinite(), low - exact, 0.0)
@@ -209,7 +210,7 @@ class Shadow:
                     sums.gradient_error = max(sums.gradient_error, _relative(error, full))
             if call is not None:
                 with contextlib.suppress(Exception):  # the function has no backward pass in 16 bits
-                    sums.backward_error = max(sums.backward_error, call.find_backward_error(gradient))
+                    sums.backward_error = max(sums.backward_error, call.find_backward_error(gradient, index))
 
         self._handles.append(tensor.register_hook(measure_effect))
 

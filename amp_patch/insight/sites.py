@@ -28,13 +28,14 @@ _ROLES_OF_TORCH = {  # the first that fits
     _TORCH: "",
 }
 _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
-_LOW_DTYPE = re.compile(r"half\b|float16|get_autocast", re.IGNORECASE)  # bfloat16, HalfTensor, get_autocast_dtype
+_LOW_DTYPE = re.compile(r"half(tensor)?\b|float16|get_autocast", re.IGNORECASE)  # also bfloat16, get_autocast_dtype
 _COMPUTED = (ast.Call, ast.BinOp)  # expressions that compute a tensor
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
-"""Beginnings of the file names of code that is not the user's: generated code, contextlib and importlib."""
+"""Beginnings of the file names of code that does not count as the user's: code without a file, and of Python.
+"""
 
 
 class Site(NamedTuple):
@@ -90,7 +91,7 @@ def find_caller() -> Caller:
 
 
 def repeat(caller: Caller, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function as if `caller` did: the ops that it runs have the site of `caller`."""
+    """Call a function so that `find_caller` finds `caller` in place of the caller of this function."""
     return function(*args, **kwargs)
 
 
@@ -105,7 +106,7 @@ def find_site() -> Site:
 
 
 def is_of_user(file: str) -> bool:
-    """Return whether a file is the user's or of a package: not torch's, amp_patch's, contextlib's or generated code."""
+    """Return whether a file is the user's or of a package: not torch's, amp_patch's, or one of `_LIBRARIES`."""
     return _find_role(file) is None
 
 
@@ -122,7 +123,7 @@ def names_dtype() -> bool:
 
 
 def casts_result(file: str, number: int) -> bool:
-    """Return whether the statement of a line casts the result of a call to 16 bits, as in `softmax(x).half()`.
+    """Return whether the statement of a line casts a computed value to 16 bits, as in `softmax(x).half()`.
 
     Reads the source, because torch runs no op for a cast of a result that has 16 bits already.
     """
@@ -166,7 +167,7 @@ def describe_line(file: str, line: int) -> str:
 
 
 def is_backward_of_user(node: Any) -> bool:
-    """Return whether a node of the backward pass runs a `backward` that the user has written."""
+    """Return whether a node of the backward pass runs a `backward` that the user or a package has written."""
     backward = find_backward(node)
     code = None if backward is None else getattr(inspect.unwrap(backward), "__code__", None)
     return code is not None and _find_role(code.co_filename) is None

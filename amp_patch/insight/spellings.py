@@ -19,8 +19,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     """Return the text of each tensor in the user's innermost line; "" if that is not known.
 
     `weights` says for each tensor whether it is a weight. If one floating tensor that is no weight is left without a
-    text, and one argument in the line could not be read, this argument is taken for the text of this tensor, unless
-    the line shows that it is another one.
+    text, and one argument without a tensor, they are taken to belong together, unless the line shows otherwise.
     """
     level = levels.innermost
     expression = None if level is None else find_expression(level.frame, level.index)
@@ -38,13 +37,13 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
         for index, (text, tensor) in enumerate(zip(texts, tensors, strict=True))
         if not text and not weights[index] and tensor.is_floating_point()
     ]
-    unread = dict.fromkeys(text for text in _find_unread(node, source, reader) if text not in texts)
+    candidates = dict.fromkeys(text for text in _find_candidates(node, source, reader) if text not in texts)
     if len(left) == 1:
-        unread = {text: None for text in unread if not _is_cast_away(text, tensors[left[0]])}
+        candidates = {text: None for text in candidates if not _is_cast_away(text, tensors[left[0]])}
     # If a floating argument is no operand, the function makes its operands of its arguments, as F.cross_entropy does.
     are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
-    if len(left) == 1 and len(unread) == 1 and are_operands:
-        texts[left[0]] = next(iter(unread))
+    if len(left) == 1 and len(candidates) == 1 and are_operands:
+        texts[left[0]] = next(iter(candidates))
     return texts
 
 
@@ -114,7 +113,7 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
     return [(source.spell(part), value) for part, value in zip(parts, given, strict=False) if isinstance(value, Tensor)]
 
 
-def _find_unread(node: ast.AST, source: Source, reader: Reader) -> list[str]:
+def _find_candidates(node: ast.AST, source: Source, reader: Reader) -> list[str]:
     """Return the texts of the arguments that are calls, binary operators or subscripts, and may be floating tensors.
 
     Returns [] for a module with submodules, whose operands need not be its arguments.

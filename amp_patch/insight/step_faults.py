@@ -27,16 +27,16 @@ class SeenInStep:
         is_loss_bad: whether a loss was not finite.
         is_scaled: whether gradients may carry the loss scale by now.
         gradients: names of the parameters whose gradients are not finite.
-        total: the number of parameters with a gradient, of the optimizers that have begun a step.
+        total: the number of gradients that were looked at.
         are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
         mended: for each gradient that is not finite, whether it is finite once the faulty ops run in float32.
         is_lost: whether one of these gradients would not be finite in float32 either.
         skips: for each optimizer with such gradients, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss: the faults on which a loss depends, as their positions among the faults of the step.
-        reaching_gradients: the same for gradients that an optimizer has used.
-        reaching_unused: the same for gradients that no optimizer has used yet, such as the discriminator's in the
-            backward pass of the generator.
+        reaching_gradients: the same for the gradients that `total` counts.
+        reaching_unused: the same for other gradients of the models, such as the discriminator's in the backward pass of
+            the generator.
     """
 
     is_loss_seen: bool = False
@@ -105,7 +105,7 @@ class StepFaults:
         return result
 
     def add_fixes(self, faults: Sequence[FaultRecord]) -> list[FaultRecord]:
-        """Return the faults with their causes and fixes. All faults of a step need the same ops in float32."""
+        """Return the faults with their causes and fixes."""
         if not faults:
             return []
         shared = self._find_shared_fix()
@@ -118,7 +118,7 @@ class StepFaults:
         return fixed
 
     def _find_shared_fix(self) -> Fix:
-        """Return the fix for all faults of the step."""
+        """Return the fix that the faults of the step share."""
         # A list is for all steps, so it also covers layers whose values are nearly too large in this one.
         culprits = list(self._needs.culprits)
         for culprit in self._needs.culprits:
@@ -155,7 +155,7 @@ class StepFaults:
         return siblings
 
     def _make_fix(self, fault: FaultRecord, shared: Fix, needs: Needs) -> Fix:
-        """Return the fix for one fault, given the fix for all."""
+        """Return the fix for one fault, given the shared fix."""
         origin = fault.origin
         fix = replace(shared, scale=needs.scale)
         if fault.value is Value.ZERO:
@@ -163,7 +163,7 @@ class StepFaults:
         elif fault.is_in_backward and self._is_of_sum(1.0):
             fix = replace(fix, summed=self._seen.summed, scale=needs.fitting)
         if origin.came_in and origin.parameter and fault.evidence.in_float32 is None:
-            # No finite master takes the place of the weight, so no repair was tried. Its module may run in float32.
+            # Without a finite master of the weight, no repair was tried: name the op that read the weight.
             scope = self._find_scope([_of_weight(fault)])
             fix = replace(fix, regions=scope.regions, ops=scope.ops, alternative=scope.alternative, sites=scope.sites)
         return fix
@@ -224,7 +224,7 @@ class StepFaults:
 
 
 def _of_weight(fault: FaultRecord) -> Culprit:
-    """Return the op that read the weight of a fault, so that the fix names the module of the weight."""
+    """Return the op that read the weight of a fault."""
     origin = fault.origin
     return Culprit(
         module=origin.module or "",
@@ -241,7 +241,7 @@ def _is_harmless(fault: FaultRecord) -> bool:
     """Return whether a fault has reached neither loss nor gradients, and is not worth a report.
 
     It is not worth one if float32 would have it, too, as in the logarithm of a mask, if rounding in the backward pass
-    led to it, or if it came in with a float32 tensor that is no weight.
+    led to it, or if it came in with a wider tensor that is no part of a model.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

@@ -23,8 +23,8 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the first value of a tensor; 0 if it has no values, is sparse or a subclass, or hides its
-    address, as in torch.func.
+    """Return the address of the first value of a tensor; 0 if it has no values, is sparse, is not of `PLAIN_CLASSES`,
+    or hides its address, as in torch.func.
     """
     return _read_address(tensor) if tensor.numel() else 0
 
@@ -53,7 +53,7 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor covers all of its storage: whether it has as many bytes, unless its elements overlap."""
+    """Return whether a tensor has as many bytes as its storage. It then covers it, unless its elements overlap."""
     return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 

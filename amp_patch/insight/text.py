@@ -30,7 +30,7 @@ def format_recording(
     """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
 
     `with_all` gives each layer its own row, and also shows ops that run as in plain torch. To fit `width` characters, a
-    table leaves out columns, shortens texts, and puts the names of modules on lines of their own. None: do not fit it.
+    table may shorten texts, leave out columns, and put names of modules on lines of their own. None: do not fit it.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -79,7 +79,7 @@ def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield one record for records that differ only in their step."""
+    """Yield one record, without constants, for records that differ only in their step and constants."""
     return _merge(replace(op, step=0) for op in ops)
 
 
@@ -89,27 +89,28 @@ def star_layers(module: str) -> str:
 
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield one record for records whose modules differ only in numbers, with `*` for the numbers."""
+    """Yield one record, without constants, for records whose modules differ only in numbers, with `*` for these."""
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
         starred = replace(op, module=star_layers(op.module))
-        alike.setdefault(_without_counts(starred), []).append(op)
+        alike.setdefault(_as_row(starred), []).append(op)
     for layers in alike.values():
         module = star_numbers(op.module for op in layers)
         yield from _merge(replace(op, module=module) for op in layers)
 
 
-def _without_counts(op: OpRecord) -> OpRecord:
-    return replace(op, calls=0, casts=0, avoided=0)
+def _as_row(op: OpRecord) -> OpRecord:
+    """Return a record without its counts and constants. Records that are then equal share a row."""
+    return replace(op, calls=0, casts=0, avoided=0, constants=())
 
 
 def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
     merged: dict[OpRecord, OpRecord] = {}
     for op in ops:
-        key = _without_counts(op)
+        key = _as_row(op)
         known = merged.get(key, key)
         merged[key] = replace(
-            op, calls=known.calls + op.calls, casts=known.casts + op.casts, avoided=known.avoided + op.avoided
+            key, calls=known.calls + op.calls, casts=known.casts + op.casts, avoided=known.avoided + op.avoided
         )
     yield from merged.values()
 
@@ -259,7 +260,7 @@ def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRe
 
 
 def choose_ops(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of a recording. Calls that differ only in their step share a row.
+    """Return the rows of a recording. Calls that differ only in their step and constants share a row.
 
     Without `with_all`, equal layers share a row, too, and ops that run as in plain torch have none.
     """

@@ -29,7 +29,7 @@ from .runs import check_count, check_function, check_names
 from .step_faults import SeenInStep, StepFaults
 from .tensors import find_largest_of, has_nan
 
-_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # training that has grown by this factor has diverged
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # a training whose loss or largest weight grew by more counts as diverged
 _REPEATED = 20  # end the run after more faults of one op without a loss in between: see `_see_fault`
 
 
@@ -108,12 +108,12 @@ class Tracer(Recorder):
 
     @property
     def faults(self) -> list[FaultRecord]:
-        """The faults of the steps that have ended."""
+        """The complete faults. Faults of a step under way are not complete."""
         return list(self._faults)
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first faults of steps that were skipped while a dynamic loss scale came down."""
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -144,10 +144,10 @@ class Tracer(Recorder):
         self._seen.is_scaled = True
 
     def _see_fault(self) -> None:
-        """Mark a fault in a gradient that a forward pass under autocast computes, as by torch.autograd.grad.
+        """Mark a fault in a gradient that a forward pass computes, as by torch.autograd.grad, without `amp.initialize`.
 
-        End the run if the first op with a fault gives a fault again and again before any loss goes backward. The script
-        skips losses that are not finite, so it might run on for ever without a step.
+        End the run if the first op with a fault gives a fault again and again before any loss goes backward. A script
+        that skips losses that are not finite may run for ever without a step.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
@@ -184,7 +184,6 @@ class Tracer(Recorder):
             self._seen.skips.append(is_skipped)
         if self._is_counted(optimizer) and self.is_recording:
             self._finish_faults(all(self._seen.skips or [is_skipped]))
-            # `last` stands for a number of steps that prove something, and a skipped step proves nothing.
             if is_skipped and not self._counts_skipped and self._last is not None:
                 self._last += 1
         super().step_ended(optimizer)
@@ -203,8 +202,8 @@ class Tracer(Recorder):
 
         Args:
             step: its number.
-            smallest_loss: the smallest loss of the run until then; inf if unknown.
-            largest_weight: the largest magnitude of a weight before the first step of the run; inf if unknown.
+            smallest_loss: the smallest loss so far; inf if unknown.
+            largest_weight: the largest magnitude of a weight at the start; inf if unknown.
         """
         self._count = self._finder.step = self._finder.findings.step = step
         self._quiet.set_step(step)
@@ -223,15 +222,18 @@ class Tracer(Recorder):
         return len(self._finder.faults)
 
     def blame_last_step(self, optimizer: Optimizer) -> None:
-        """Enter a fault for weights that do not fit. The step before has made them, from gradients that were finite."""
+        """Enter a fault of the step before for weights that do not fit."""
         self._finder.step -= 1
         self._finder.faults = [self._make_of_step(optimizer)]
         self._finish_faults(None)
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
-        """Complete the faults of a repeated step. `optimizer` takes no step. None: no optimizer had begun its step."""
+        """Complete the faults of a repeated step. `optimizer` holds the gradients to look at, and takes no step.
+
+        Without an optimizer, complete them as at the end of a script.
+        """
         if optimizer is None:
-            self.stop()  # completes them as at the end of a script
+            self.stop()
             return
         super().step_begun(optimizer)
         self._look_at_gradients([weight for group in optimizer.param_groups for weight in group["params"]])
@@ -310,7 +312,7 @@ class Tracer(Recorder):
         """Complete the faults of a step, and begin the next."""
         faults, self._finder.faults = self._finder.faults, []
         if not faults and self._seen.gradients:
-            # The gradients may be from an earlier step, in which no optimizer used them, and have the faults of that.
+            # An earlier step may have computed the gradients. Its faults explain them if no optimizer used them there.
             faults = self._unused or [self._make_unseen()]
         finished = self._step_faults().finish(faults, is_skipped=is_skipped)
         self._faults += finished.faults
@@ -354,7 +356,7 @@ class Tracer(Recorder):
             return
         trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
         if self._finder.faults and self._seen.is_loss_seen and trained:
-            self._seen.gradients, self._seen.total = [], 0  # of all optimizers
+            self._seen.gradients, self._seen.total = [], 0  # the call below finds them all again
             unused, storages = self._seen.reaching_unused, self._finder.storages
             used = [weight for weight, gradient in trained if unused.isdisjoint(storages.find_faults([gradient]))]
             self._look_at_gradients(used)
@@ -411,9 +413,9 @@ def _read_number(group: dict[str, Any], name: str) -> float | None:
 def tracing(
     *, underflow: float | None = None, ignore: Sequence[str] = (), keeps_steps: bool = False
 ) -> Iterator[Tracer]:
-    """Look at all ops that run in the block. The tracer has the faults.
+    """Look at the ops that run in the block, usually except in optimizer steps. The tracer has the faults.
 
-    The values of all ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
+    The values of the ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
     a recording is in progress.
     """
     tracer = Tracer(underflow=underflow, ignore=ignore, keeps_steps=keeps_steps)
@@ -436,9 +438,9 @@ def trace(
     Args:
         step: a function without arguments that trains for one step: forward, backward, `optimizer.step()`.
         steps: the largest number of calls.
-        underflow: the largest share of an op's values, from 0 to 1, that may be zero in 16 bits but not in float32.
-            None: no limit.
-        ignore: names of ops whose values are always accepted, such as `masked_fill`.
+        underflow: the largest share, from 0 to 1, of an op's values that may become zero in 16 bits. Values that are
+            zero in float32 do not count. None: no limit.
+        ignore: names of ops whose values are accepted, such as `masked_fill`.
         on_fault: "raise" raises NonFiniteError; "record" returns the recording. An error that the step raises is then
             suppressed if the recording has a fault or explains the error. Either way the step has run, so weights
             may hold inf or NaN: make the model anew before you train on.

@@ -1,6 +1,6 @@
 """`TroubleRecord`: a step that has gone wrong in an armed run, and what its repetition has shown.
 
-An *armed* run trains at full speed. If a step goes wrong, the run repeats the step under a tracer.
+An *armed* run trains at full speed. If a step goes wrong, the run tries to repeat it under a tracer.
 """
 
 import textwrap
@@ -20,16 +20,17 @@ class TroubleRecord:
         step: the number of the step, from 0.
         symptom: what was seen, such as "the loss is nan".
         loss: the loss; None if it was not read.
-        loss_scale: the loss scale, 1 without one.
+        loss_scale: the smallest loss scale, 1 without one.
         learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
         then: what follows the step: "stop", "skip" or "go".
-        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without a fault.
-        micro_batches: the number of losses in the step.
-        faults: the number of faults that the repetition has found.
+        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without such a fault.
+        micro_batches: the number of losses in the repeated step.
+        faults: the number of faults that were found.
         differences: how the repetition differs from the step; empty if it was the same.
-        obstacle: why the step could not be repeated to its end; "" if it was.
+        obstacle: why the step could not be repeated to its end; "" without an obstacle.
         has_stepped: whether weights had changed in this step already: by a closure, or by another optimizer.
+        is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
     """
 
     kind: ClassVar[str] = "trouble"
@@ -47,6 +48,7 @@ class TroubleRecord:
     differences: tuple[str, ...] = ()
     obstacle: str = ""
     has_stepped: bool = False
+    is_repeated: bool = True
 
 
 _THEN = {
@@ -100,6 +102,8 @@ def _describe(trouble: TroubleRecord) -> Iterator[tuple[str, str]]:
 def _describe_replay(trouble: TroubleRecord) -> str:
     if trouble.obstacle:
         return f"the step was not repeated to its end: {trouble.obstacle}"
+    if not trouble.is_repeated:
+        return "the step was not repeated: the step before made weights that are not finite"
     text = "the step was repeated under trace, bit for bit as the first time"
     if trouble.differences:
         text = f"the step was repeated under trace, but not as the first time: {'; '.join(trouble.differences)}"

@@ -36,7 +36,9 @@ class Twins:
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Store float32 values of the shape of a tensor as its twin. Complex tensors and subclasses get no twin."""
+        """Store float32 values of the shape of a tensor as its twin. Complex tensors, and tensors that are not of
+        `PLAIN_CLASSES`, get none.
+        """
         if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
             return
         known = self.find(tensor)

@@ -15,17 +15,17 @@ from .folding import OpCall
 from .ops import Op
 
 TRAIL = 6
-"""The number of ops before a fault that its record names."""
+"""The most ops before a fault that its record names."""
 
 _STRICT = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "dot", "mv", "linear"})
 """Ops that take no operands of different dtypes."""
 
 _LOW_RULES = ("whitelist", "cast_model_type", "run: low")
-"""Rules that cast inputs to 16 bits whatever their dtype."""
+"""Rules that cast float32 inputs to 16 bits."""
 
 
 class Culprit(NamedTuple):
-    """An op of the forward pass that has to run in float32.
+    """An op of the forward pass that may have to run in float32.
 
     Attributes:
         module: the name of the module that it ran in.
@@ -55,14 +55,14 @@ class Written:
 
     Attributes:
         op, node: the op that torch ran, and the node of the backward pass that it is part of.
-        largest: the largest magnitude of the result; inf or NaN if it holds one.
+        largest: the largest magnitude of the result; inf or NaN if it holds, or may hold, one.
         parents: the records of the inputs.
         faults: numbers of the faults that explain why it does not fit.
         is_known: whether it does not fit, and a fault that was entered explains why.
         is_old: whether it was written in the step before. Then `parents` and `faults` are empty.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
-        is_low: whether the result has 16 bits.
+        is_low: whether it is a 16-bit result of the forward pass, or of a `backward` that the user wrote.
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
@@ -155,5 +155,5 @@ def _rank_magnitude(written: Written) -> float:
 
 
 def shorten_node(node: str) -> str:
-    """Return the name of an autograd node without its namespace; for a Function of the user, its class."""
+    """Return the name of an autograd node without its namespace."""
     return node.rpartition("::")[2]

@@ -39,7 +39,10 @@ def test_a_seeded_fault_that_comes_later_is_told_as_if_it_were_there_at_first(na
     fault, recording = find_moved(CASES[name], 4)
     assert is_right(CASES[name], fault), recording.records
     assert fault.step >= 3
-    assert not recording.troubles[0].obstacle
+    (trouble,) = recording.troubles
+    assert not trouble.obstacle
+    assert trouble.is_repeated == (fault.phase != "step")
+    assert ("the step was not repeated" in str(recording)) != trouble.is_repeated
 
 
 def test_the_cases_that_are_not_found_are_those_that_stay_finite():

@@ -740,8 +740,9 @@ def test_an_assignment_by_index_is_shown_where_it_casts():
 
 
 def test_counts_of_steps_and_of_equal_layers_are_added():
-    """Each of these ops has 3 calls and 2 casts."""
-    of_steps = list(merge_steps(replace(make_op("fc"), step=step) for step in (1, 2)))
+    """Each of these ops has 3 calls and 2 casts. A row shows no constants."""
+    of_steps = list(merge_steps(replace(make_op("fc"), step=step, constants=(str(step),)) for step in (1, 2)))
     assert [(op.calls, op.casts) for op in of_steps] == [(6, 4)]
-    of_layers = list(fold_layers(make_op(f"layers.{number}.fc") for number in range(3)))
+    layers = (replace(make_op(f"layers.{number}.fc"), constants=(str(number),)) for number in range(3))
+    of_layers = list(fold_layers(layers))
     assert [(op.module, op.calls, op.casts) for op in of_layers] == [("layers.*.fc", 9, 6)]

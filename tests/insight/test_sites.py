@@ -51,3 +51,16 @@ def test_the_roles_of_the_package_are_known_words():
     }
     assert {"amp_patch.casting", "amp_patch.training.model_hooks", "amp_patch.apex.optimizers"} <= named.keys()
     assert set(named.values()) <= {"", "cast", "border", "amp", "optimizer"}
+
+
+def test_lines_that_name_a_dtype_of_16_bits(tmp_path):
+    lines = [
+        "x = x.half()",
+        "x = x.type(torch.HalfTensor)",
+        "x = x.to(torch.bfloat16)",
+        "x = halve(x)  # half of it",
+        "with torch.autocast('cpu', torch.bfloat16):",
+    ]
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(lines))
+    assert sites.find_low_lines(str(script)) == ["train.py:1", "train.py:2", "train.py:3"]

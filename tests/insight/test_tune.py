@@ -8,6 +8,7 @@ Guards: script_settings.
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from amp_patch.insight.recorder import make_empty_run
 from amp_patch.insight.recordings import Recording
 from amp_patch.insight.records import CheckedStepRecord, LowOpRecord, ModulesRecord, SketchRecord
 from amp_patch.insight.runs import FunctionRunner, Run
+from amp_patch.insight.shadow import Shadow
+from amp_patch.insight.tuning.ranking import Ranking
 from amp_patch.insight.tuning.sketches import sketch
 from amp_patch.insight.tuning.traced import read_trace
 from amp_patch.script_settings import Settings
@@ -384,6 +387,7 @@ def test_a_search_that_ends_does_not_tell_of_an_error_that_float32_does_not_have
         (lambda: None, {}, "no model was called, and amp.initialize was not"),
         (make_training(batches=0), {}, "the run ended before a step was taken"),
         (make_training(), {"opt_level": "O0"}, "O0 runs everything in float32"),
+        (make_training(), {"opt_level": "O2", "units": "ops"}, "at O2, which casts the model, lists have no ops"),
         (
             train_vectors(lambda: nn.Sequential(nn.Linear(16, 4), nn.Threshold(0.0, float("nan")))),
             {},
@@ -395,7 +399,7 @@ def test_a_search_that_ends_does_not_tell_of_an_error_that_float32_does_not_have
             "nothing to tune: no parameter that an optimizer holds has a gradient other than zero",
         ),
     ],
-    ids=["no session", "no step", "O0", "not finite", "no gradient"],
+    ids=["no session", "no step", "O0", "ops of a cast model", "not finite", "no gradient"],
 )
 def test_what_cannot_be_tuned_is_said(train, options, message, tune):
     with pytest.raises(Exception, match=message):
@@ -407,6 +411,40 @@ def test_what_cannot_be_tuned_is_said(train, options, message, tune):
 def test_wrong_arguments_are_refused_before_a_run(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         insight.tune(lambda: pytest.fail("a run"), **options)
+
+
+# ---- what the run in float32 shows -----------------------------------------------------------------------------------
+
+
+def test_gradients_of_modules_that_stay_in_float32_do_not_lower_the_loss_scale():
+    def measure(module, overflow, gradient):
+        return LowOpRecord(module, "exp", False, 0.0, overflow, 0.0, 0.0, gradient, 0.0)
+
+    records = [
+        *(measure(f"layers.{number}", 0.5, 1.0) for number in range(2)),
+        measure("layers.0", 0.0, 1e6),
+        measure("layers.1.inner", 0.0, 1e6),
+        ModulesRecord(("layers", "layers.0", "layers.1", "layers.1.inner"), ()),
+        CheckedStepRecord(0, 0, (), False, 2.0**10, True),
+    ]
+    run = replace(make_empty_run(), low="f16")
+    ranking = Ranking(Recording(run, records), "modules")
+    forced = ranking.find_forced()
+    assert [entry.name for entry in forced] == ["layers.*"]
+    assert ranking.find_loss_scale(forced) is None
+    assert ranking.find_loss_scale([]) < 1
+
+
+def test_the_backward_error_of_each_result_is_its_own():
+    def copy_and_exp(x):
+        return x.clone(), x.exp()
+
+    shadow = Shadow(torch.bfloat16, lambda: 1.0)
+    x = torch.linspace(0.1, 2.0, 9, requires_grad=True)
+    results = shadow.run("", "copy_and_exp", copy_and_exp, [x], {}, is_listed=False)
+    results[1].sum().backward()
+    (record,) = shadow.records()
+    assert record.backward_error > 0
 
 
 # ---- what a run does -------------------------------------------------------------------------------------------------

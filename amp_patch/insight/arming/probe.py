@@ -282,6 +282,7 @@ class Armed(Probe):
             differences=differences,
             obstacle=replayed.obstacle,
             has_stepped=self._has_stepped or self._tape.is_over,
+            is_repeated=replayed.is_repeated,
         )
         return self._print_report(record, faults)
 
@@ -306,7 +307,7 @@ class Armed(Probe):
             if optimizer is not None and self._has_old_weights(optimizer) and _has_bad_weights(session, optimizer):
                 begin()
                 tracer.blame_last_step(optimizer)
-                return tracer, Replayed()
+                return tracer, Replayed(is_repeated=False)
             is_skipped = True if trouble.is_skipped else _IS_SKIPPED[self._then]
             replay = Replay(self._tape, session, tracer)
             with session.observing_all():

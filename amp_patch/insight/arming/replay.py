@@ -35,12 +35,14 @@ class Replayed:
         micro_batch: the number of a loss, from 0: the first fault came in its forward or backward pass. None if no
             fault came in these passes.
         micro_batches: the number of losses in the step.
+        is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
     """
 
     differences: list[str] = field(default_factory=list)
     obstacle: str = ""
     micro_batch: int | None = None
     micro_batches: int = 0
+    is_repeated: bool = True
 
 
 class Replay:

@@ -220,7 +220,7 @@ class _Axes:
         return element("g", *parts, class_=f"c{series.colour}", data_series=series.name, style=style)
 
     def mark(self, series: Series, order: int, count: int) -> Markup:
-        """Return a group with the marks of line number `order` of `count` lines. A bar through each shows the range."""
+        """Return a group with the marks of line number `order` of `count` lines, with bars for the range of values."""
         points = self._points(series.values)
         ends: list[Sequence[tuple[float, float]]] = []
         if _has_range(series):
@@ -338,7 +338,7 @@ def _zones(dtype: str, power: int, first: int, last: int, width: float) -> list[
 
 def tell_shares(record: GradientRecord, dtype: str, power: int) -> str:
     """Return as text which shares of the gradients, times 2**`power`, are in each of `ZONES`. The script of the page
-    writes the same text.
+    replaces this text when the user chooses another power or dtype.
     """
     shares = find_shares(record, dtype, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

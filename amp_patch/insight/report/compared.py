@@ -1,4 +1,4 @@
-"""The sections of the page of a comparison: runs, losses, time and memory, gradients, layers."""
+"""The sections of the page of a comparison: verdict, runs, losses, time and memory, gradients, layers."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

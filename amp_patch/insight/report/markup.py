@@ -62,7 +62,8 @@ def keep_words(text: str) -> Markup:
 
 
 def break_names(text: str) -> Markup:
-    """Return text in which a browser may break the line after each dot and underscore of a name, and keeps the parts of
-    names, and numbers, as `keep_words`.
+    """Return text in which a browser may break lines after dots and underscores inside of names (see `_JOINT`).
+
+    Words with a hyphen are kept whole, as by `keep_words`.
     """
     return Markup(element("wbr").join(map(keep_words, _JOINT.split(text))))

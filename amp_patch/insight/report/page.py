@@ -165,7 +165,7 @@ def _undone(recording: Recording) -> Iterator[Markup]:
 def _data(recording: Recording) -> Markup:
     """Return the section with the records, as `Recording.read` reads them.
 
-    `<` would end the script element. It is only inside of strings, where JSON can escape it.
+    `</script>` in a string would end the script element, so each `<` is escaped, which JSON allows in strings.
     """
     text = recording.format()
     return element(

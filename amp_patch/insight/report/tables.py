@@ -6,7 +6,7 @@ from typing import NamedTuple
 from .markup import Markup, break_names, element, join
 
 _LONG = 24
-"""The characters of a text that has a line of its own. A longer text breaks into several."""
+"""The most characters of a text that stays on one line. A longer text may break into several lines."""
 
 
 class Cell(NamedTuple):

@@ -1,4 +1,4 @@
-"""`Check`: records the losses and gradients of a few steps, each of which starts from the first weights of the run."""
+"""`Check`: records the losses and gradients of a few steps, which usually start from the same weights."""
 
 from collections import Counter
 from collections.abc import Callable

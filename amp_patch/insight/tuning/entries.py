@@ -57,7 +57,7 @@ def find_entries(remedy: Remedy, units: str) -> list[ListEntry]:
         if is_by_name and not json.loads(name).startswith("re:"):
             modules.append(ListEntry("module", json.loads(name)))
     ops = [ListEntry("op", name) for name in remedy.ops]
-    # A `ListEntry` has no `type:` and no regular expression, by which remedies name a whole model among several.
+    # a `ListEntry` has no `type:` and no regular expression
     if len(modules) < len(remedy.regions) or remedy.kind is not RemedyKind.LIST:
         return []
     if units == "both":

@@ -32,8 +32,8 @@ class Float32Run(Check):
     """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
     The last list of this run must have the rule `modules: [{match: "**", run: float32}]`. The probe measures the
-    forward passes of the thread that opens the session: listed ops everywhere, and other ops in modules. Code of
-    torch.compile runs uncompiled.
+    forward passes of the thread that opens the session. Ops on no list count only in modules. Code of torch.compile
+    runs uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -78,26 +78,26 @@ class Float32Run(Check):
 class _Shadowing:
     """Finds the calls that would run in 16 bits without the rule for "**", and measures them with a `Shadow`.
 
-    For listed ops, the lists decide. An op on no list would run in the dtype of its inputs. To know this dtype, the
-    addresses of all storages that would hold 16 bits are kept until the step ends. At levels that cast the model, all
-    ops in modules would run in 16 bits, except in modules that a rule keeps in float32, and in BatchNorm layers under
-    `keep_batchnorm_fp32`.
+    For listed ops, the lists and module rules decide. An op on no list would run in the dtype of its inputs. To know
+    this dtype, the addresses of storages that would hold 16 bits are kept until the step ends. At levels that cast the
+    model, ops in modules would run in 16 bits, except in modules that a rule keeps in float32, and in BatchNorm layers
+    under `keep_batchnorm_fp32`.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
         self._session = session
         self.shadow = shadow
         self._names: dict[int, str] = {}  # of modules, by id
-        self._rules: dict[int, str] = {}  # the dtype that module rules give a module, by its id; "" for none
+        self._dtypes: dict[int, str] = {}  # by id of a module: "low" or "float32" if rules decide its dtype, else ""
         for model in session.models():
             self._add_module(model, "", "")
-        self._ran: set[str] = set()  # the names of modules that ran
+        self._ran: set[str] = set()  # the names of modules in which ops ran
         self._watch = OpWatch(session, self._call, _name_function)
         self._low_storages: set[int] = set()
         self._undo = UndoStack()
 
     def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Note the names of a module and its submodules, and the dtypes that the script's own module rules give them.
+        """Note the names of a module and its submodules, and the dtypes that the script's own rules give them.
 
         `inherited`: the dtype of the parent module: "low", "float32", or "" for none.
         """
@@ -109,17 +109,17 @@ class _Shadowing:
                     dtype = rule.run
         if not dtype and isinstance(module, BatchNormBase) and self._session.policy.keep_batchnorm_fp32:
             dtype = "float32"
-        self._names[id(module)], self._rules[id(module)] = name, dtype
+        self._names[id(module)], self._dtypes[id(module)] = name, dtype
         for child_name, child in module.named_children():
             self._add_module(child, join_names(name, child_name), dtype)
 
     def modules(self) -> ModulesRecord:
-        """Return the names of all modules below the models, and of the modules that ran."""
+        """Return the names of all modules below the models, and of the modules in which ops ran."""
         names = dict.fromkeys(name for name in self._names.values() if name)
         return ModulesRecord(tuple(names), tuple(name for name in names if name in self._ran))
 
     def start(self) -> None:
-        """Watch ops, and send all casts of this thread to float32."""
+        """Watch ops, and open a region in which this thread casts to float32."""
         region = self._session.switch.region(Mode.FLOAT32, pauses_autocast=False)
         self._undo.callback(region.close)
         region.open()
@@ -170,7 +170,7 @@ class _Shadowing:
         """Return whether an op would run in 16 bits, by its rule, the module that runs, and its inputs."""
         dtype_of_module = ""
         if module is not None:
-            dtype_of_module = self._rules[id(module)]
+            dtype_of_module = self._dtypes[id(module)]
         if self._session.casts is None:  # a level that casts the model
             return module is not None and dtype_of_module != "float32"
         switch = self._session.switch

@@ -10,12 +10,10 @@ from .entries import ListEntry, fold_siblings, prune
 from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
-"""An op is an *outlier* if its error is more than this multiple of the rounding error of the dtype."""
+"""An op is an *outlier* if its error is more than this multiple of the dtype's `EPS`."""
 
 LOWERED = 4.0
-"""A loss scale at which gradients overflow is divided by this factor until they fit. So the largest scale
-that fits is above the result by less than this factor.
-"""
+"""The factor between the loss scales that are tried after an overflow."""
 
 
 class Ranking:
@@ -23,7 +21,7 @@ class Ranking:
 
     Args:
         units: "modules", "ops" or "both", as in `TuneOptions`. With "both", an op in a submodule gives an entry for the
-            submodule, and any other op an entry for the op.
+            submodule, and any other listed op an entry for the op.
     """
 
     def __init__(self, reference: Recording, units: str) -> None:
@@ -41,9 +39,9 @@ class Ranking:
         self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[ListEntry]:
-        """Return entries for all ops that overflow in 16 bits: these ops must be in float32.
+        """Return entries for ops that overflow in 16 bits.
 
-        Modules whose names differ only in numbers share an entry (see `fold_siblings`).
+        Modules whose names differ only in numbers may share an entry (see `fold_siblings`).
         """
         modules: list[ListEntry] = []
         ops: list[ListEntry] = []
@@ -58,7 +56,7 @@ class Ranking:
         return [*fold_siblings((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
 
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
-        """Return entries for all other ops, the most promising first.
+        """Return entries for other ops, the most promising first.
 
         First come entries for outliers, the largest error first. Then come entries for ops in the same modules, whose
         results may be the cause of the error. Among equals, entries for fewer modules come first, then entries whose
@@ -70,7 +68,7 @@ class Ranking:
         ops_by_entry: dict[ListEntry, list[LowOpRecord]] = {}
         for op in self._ops:
             entry = self._make_entry(op)
-            # an entry for the whole model keeps everything in float32: the search tries that last
+            # an entry for the whole model keeps everything in float32: the search tries that by itself
             if entry is None or entry.name == WHOLE_MODEL or entry in forced:
                 continue
             if not any(wider.covers(entry) or wider.matches(entry.name) for wider in forced):
@@ -96,7 +94,7 @@ class Ranking:
     def find_everything(self, entries: Iterable[ListEntry]) -> list[ListEntry]:
         """Return entries that keep in float32 as much as is possible with these units.
 
-        `entries`: the entries for all ops, which `find_forced` and `rank` have returned.
+        `entries`: the entries that `find_forced` and `rank` have returned.
         """
         ops = [entry for entry in entries if entry.kind == "op"]
         if self._units == "ops":
@@ -113,10 +111,12 @@ class Ranking:
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
         """Return the largest power of 2 as a loss scale at which no gradient overflows, with room for later steps.
 
-        Gradients in modules of `forced` entries do not count, because these modules run in float32. Returns None if the
-        script has no dynamic scale, or if the gradients fit, with this room, at the script's scale.
+        Gradients of what `forced` keeps in float32 do not count. Returns None if the script has no dynamic scale, or if
+        the gradients fit, with this room, at the script's scale.
         """
-        magnitudes = [op.gradient for op in self._ops if not _overflows(op) and self._make_entry(op) not in forced]
+        magnitudes = [
+            op.gradient for op in self._ops if not _overflows(op) and not any(_keeps_op(entry, op) for entry in forced)
+        ]
         for gradient in self._gradients:
             module = gradient.parameter.rpartition(".")[0]
             if not any(_keeps_module(entry, module) for entry in forced):

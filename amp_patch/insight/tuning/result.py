@@ -41,11 +41,11 @@ class TuneResult:
     """The result of a search.
 
     Attributes:
-        entries: the entries of the list; empty if none are needed.
-        trials: the runs of candidates, in order.
+        entries: the entries of the list; empty if there is no list.
+        trials: one for each candidate that was tried, in order.
         runs: the number of runs of the search. Runs that trace its result do not count.
-        is_reached: whether gradients are within the tolerance with these entries, and the traced run with them, if it
-            was made, has no fault.
+        is_reached: whether the run with these entries passed. False, too, if a traced run then had a fault, unless the
+            script's loss scale may be the reason.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.

@@ -12,12 +12,12 @@ Test = Callable[[tuple[Unit, ...]], bool]
 
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
-    """Return units that pass, none of them needless, or None if all units together do not pass.
+    """Return units that pass, or None if all units together do not pass.
 
-    `forced` is tested first. If it does not pass, the search finds the shortest prefix of `ranked` that passes with it.
-    The last unit of this prefix is needed: it is kept, and the search goes on in the prefix before it. At the end,
-    needless units of `forced` are left out. The number of tests for each needed unit grows with the logarithm of the
-    length of `ranked`.
+    `forced` is tested first. If it does not pass, the search finds a prefix of `ranked` that passes with it, and does
+    not pass without its last unit. This unit is kept, and the search goes on in the prefix before it. At the end,
+    needless units of `forced` are left out. The number of tests for each unit that is kept grows with the logarithm of
+    the length of `ranked`.
     """
     kept, candidates = tuple(forced), tuple(ranked)
     needed: tuple[Unit, ...] = ()  # units of `ranked`

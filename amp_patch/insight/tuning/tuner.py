@@ -4,7 +4,7 @@ The run in float32 shows which ops would overflow in 16 bits, and which would lo
 list with some entries, which keep modules or ops in float32. The first candidate has entries for what would overflow.
 Entries are added until losses and gradients agree with the run in float32, and then needless entries are removed. These
 runs compare a few steps. A traced run then checks more steps with the best list, and entries are added against the
-faults that it finds. The written list is the file that the best run read, with comments in front.
+faults that it finds. The written list has the entries of the best run.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...config import list_names
+from ...config import levels, list_names
 from ...errors import SessionError
 from ...files import write_file
 from ...script_settings import Settings
@@ -55,9 +55,9 @@ class Tuner:
         self._trials: dict[tuple[ListEntry, ...], Trial] = {}  # by the entries of the candidate
         self._loss_scale: float | None = None  # the initial scale in runs of candidates; None: the script's own
         self._from_traces: list[ListEntry] = []  # entries against the faults of traced runs, in all further candidates
-        self._reasons: dict[ListEntry, str] = {}  # the reason for each entry in `_from_traces`
+        self._reasons: dict[ListEntry, str] = {}  # the faults of traced runs, by the entries that they need
         self._errors: list[str] = []  # the errors that the training raised with candidates
-        self._everything: list[ListEntry] = []  # the candidate that keeps everything in float32
+        self._everything: list[ListEntry] = []  # the candidate that keeps as much as possible in float32
         self._has_tried_everything = False
         self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for; "" if it keeps none
         # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
@@ -70,7 +70,7 @@ class Tuner:
         """Search, and return the best list that was found.
 
         Raises:
-            RunFailedError: the run in float32 ended early.
+            RunFailedError: the run in float32 ended early. An exception of a function that trains may propagate.
             SessionError: there is nothing to tune, or the run in float32 is not finite.
             KeyboardInterrupt: Ctrl-C during the run in float32. A later Ctrl-C ends the search, with the best list so
                 far.
@@ -90,7 +90,7 @@ class Tuner:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _run_in_float32(self, folder: Path) -> None:
-        """Make the run in float32, with which all other runs are compared. Raises SessionError if it is of no use.
+        """Make the run in float32, with which runs of candidates are compared. Raises SessionError if it is of no use.
 
         `folder`: the folder of the list.
         """
@@ -120,7 +120,15 @@ class Tuner:
         self.options.log(f"run {self._runs}: float32, {steps}")
 
     def _check_reference(self) -> None:
-        """Raise SessionError if the run in float32 has a value that is not finite, no step, or only zero gradients."""
+        """Raise SessionError if the run in float32 has a loss or gradient that is not finite, no step, or only zero
+        gradients, or if `units` is "ops" at a level whose lists have no ops.
+        """
+        level = self._reference.run.opt_level
+        without_ops = [known.name for known in levels.read_levels() if not known.patches_functions]
+        if self.options.units == "ops" and level in without_ops:
+            raise SessionError(
+                f"nothing to tune: at {level}, which casts the model, lists have no ops: tune modules instead of ops"
+            )
         fault = explain_non_finite(self._reference)
         if fault:
             raise SessionError(f"nothing to tune: with every module in float32, too, {fault}")
@@ -170,7 +178,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _explain_by_run(self, entries: Sequence[ListEntry], needed: ListEntry) -> str:
-        """Return what went wrong in the run without one of `entries`, as the reason for it."""
+        """Return what went wrong in the run without one of `entries`, as the reason for it, if there was such a run."""
         without = prune([entry for entry in entries if entry != needed])
         trial = self._trials.get(without)
         if trial is None or trial.verdict.passed:
@@ -178,7 +186,9 @@ class Tuner:
         return f"without it: {trial.verdict.fault}"
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_from_traces` passes. The same candidate runs only once."""
+        """Return whether a run with these entries and `_from_traces` passes. A candidate that was tried is not tried
+        again.
+        """
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
@@ -193,9 +203,8 @@ class Tuner:
     def _try_lower_scales(self, candidate: Sequence[ListEntry], verdict: Verdict) -> Verdict:
         """Repeat the first run, which skipped a step, at lower loss scales, and return the verdict on the last run.
 
-        No list helps against a scale that is too large for all gradients. If the candidate passes at no scale, the
-        search goes on at the highest scale at which the gradient of the loss itself fits: at lower scales, more
-        gradients become zero.
+        If the candidate passes at no scale, the search goes on at a scale at which the gradient of the loss itself
+        fits: at lower scales, more gradients become zero.
         """
         fallback = self._ranking.find_scale_of_loss(self._loss_scale) or self._loss_scale
         for lower_scale in self._ranking.find_lower_scales(self._loss_scale):
@@ -213,8 +222,7 @@ class Tuner:
     def _check_errors(self) -> None:
         """Once the last two errors that candidates raised are the same, try to keep everything in float32.
 
-        Raises _EnoughRunsError if this raises the same error, or runs and does not pass: then no list helps. If it
-        raises another error, the search goes on.
+        Raises _EnoughRunsError if this raises the same error, or runs and does not pass.
         """
         has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
         if not has_same_twice or self._has_tried_everything:

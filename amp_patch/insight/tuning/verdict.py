@@ -23,10 +23,9 @@ class Verdict:
 
     Attributes:
         passed: whether gradient errors are within the tolerance, and loss errors within `LOSS_SHARE` of it.
-        worst: the largest relative error (L2) of a gradient; inf if a compared gradient is not finite or missing, or
-            steps are missing or skipped.
+        worst: the largest relative error (L2) of a gradient; inf if a gradient or a step cannot be compared.
         parameter: the name of the parameter with this gradient; "" if there is none.
-        loss_error: the largest relative error of a loss; inf if a loss is not finite, or losses or steps are missing.
+        loss_error: the largest relative error of a loss; inf if a loss or a step cannot be compared.
         fault: why the run did not pass, in words; "" if it passed.
         is_skipped: whether the run did not pass because it skipped a step for an overflow.
     """
