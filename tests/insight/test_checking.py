@@ -375,7 +375,7 @@ def test_curves_break_in_the_order_of_their_steps(contracts):
         curves.append(replace(curve, values=tuple(moved)))
     now = replace(contract, numbers={name: replace(numbers, curves=curves)})
     texts = [each.text for each in judge(contract, now).breaks]
-    beginnings = ["the update norm of optimizer step 2", "the loss of step 3", "the gradient norm of optimizer step 3"]
+    beginnings = ["the update norm of optimizer step 1", "the loss of step 2", "the gradient norm of optimizer step 2"]
     assert [text[: len(start)] for text, start in zip(texts, beginnings, strict=True)] == beginnings
 
 

@@ -669,3 +669,32 @@ def test_an_entry_whose_ops_show_no_reason_has_the_fault_of_the_run_without_it(t
     result = insight.tune(train, log=str)
     assert len(result.entries) == 1
     assert 'why: "without it: ' in result.text and "error beyond rounding" not in result.text
+
+
+def test_ops_outside_the_blocks_of_autocast_are_never_tried():
+    class Large(nn.Module):
+        """A module whose values fit in float32 only."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x * 1e6) * 1e-6
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"outside": Large(), "inside": nn.Linear(8, 1)})
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 2.0**10)
+        for _ in range(3):
+            x = model["outside"](torch.randn(8, 8))
+            with torch.autocast("cpu", torch.float16):
+                loss = model["inside"](x).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    result = insight.tune(train, log=lambda line: None)
+    # one run in float32 and one in float16; a third would try entries
+    assert (result.entries, result.is_reached, result.runs) == ((), True, 2)

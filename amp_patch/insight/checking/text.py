@@ -99,5 +99,5 @@ def _describe_numbers(name: str, numbers: Numbers) -> Iterator[str]:
         last = promised_steps[-1]
         yield (
             f"  {curve.name}: {len(promised_steps)} of {count_of(len(curve.values), curve.noun)},"
-            f" {curve.values[last]:.5g} ± {curve.bands[last]:.1g} in {curve.noun} {last + 1}"
+            f" {curve.values[last]:.5g} ± {curve.bands[last]:.1g} in {curve.noun} {last}"
         )

@@ -418,10 +418,10 @@ def _judge_curve(promised: StepsRecord, now: StepsRecord | None) -> Iterator[Bre
     kind = {"loss": "loss", "loss scale": "scale", "skipped": "skipped"}.get(promised.name, "norm")
     value, band = promised.values[step], promised.bands[step]
     if kind == "skipped":
-        yield Break(kind, f"step {step + 1} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
+        yield Break(kind, f"step {step} is{'' if now.values[step] else ' not'} skipped; {_was_skipped(value)}")
     else:
         text = f"is {now.values[step]:.6g}, and {value:.6g} ± {band:.2g} was promised"
-        yield Break(kind, f"the {promised.name} of {promised.noun} {step + 1} {text}")
+        yield Break(kind, f"the {promised.name} of {promised.noun} {step} {text}")
 
 
 def _was_skipped(value: float) -> str:

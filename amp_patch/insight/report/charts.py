@@ -48,7 +48,7 @@ def draw_figure(
 ) -> Markup:
     """Return a chart of lines over steps on a logarithmic axis, and its caption, which names lines that coincide.
 
-    `steps` has the number of the step of each value; by default, they count from 1. With `has_keys`, a legend stands
+    `steps` has the number of the step of each value; by default, they count from 0. With `has_keys`, a legend stands
     above the chart.
 
     Values that are not positive lie at the bottom of the chart, and values that are not finite are left out. The area
@@ -57,7 +57,7 @@ def draw_figure(
     shown = [value for line in series for value in (*line.values, *line.high)] + [max(noise, default=0.0)]
     if steps is None:
         longest = max((len(line.values) for line in series), default=1)
-        steps = range(1, max(1, longest) + 1)
+        steps = range(max(1, longest))
     low, high, ticks = _find_axis(shown)
     axes = _Axes(steps, low, high, ticks)
     groups = _group([axes.track(line.values) for line in series])
