@@ -12,7 +12,7 @@ from .errors import PolicyError, SessionError
 _OF_LEVELS = frozenset(
     {
         *("cast_model_type", "patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
-        *("master_weights", "split_masters"),
+        *("master_weights", "split_masters", "optimizer_state_type"),
     }
 )
 

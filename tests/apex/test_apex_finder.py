@@ -161,6 +161,17 @@ def test_a_block_that_raises_uninstalls():
     assert held() == {}
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_arguments_that_belong_to_the_level_go_with_it(level, capsys):
+    model = make_model()
+    with amp_patch.apex.install(opt_level=level):
+        amp_patch.initialize(
+            model, make_optimizer(model), opt_level="O5", optimizer_state_type="bfloat16", split_masters=True
+        )
+        said = f"opt_level {level} instead of O5, without the script's optimizer_state_type, split_masters"
+        assert said in capsys.readouterr().out
+
+
 def test_settings_come_and_go_with_their_install(capsys):
     def level(**options):
         model = make_model()
