@@ -49,8 +49,8 @@ _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name, _ in _READERS
 """The functions as they were when this module was imported."""
 
 _FIRST_PASSES = 10
-"""After the backward passes of this many scaled losses, torch is patched less often: see `GradientReads.begin`. Patching
-takes about 0.3 ms, which is much for a small step.
+"""After the backward passes of this many scaled losses, torch is patched less often: see `GradientReads.begin`.
+Patching takes about 0.3 ms, which is much for a small step.
 """
 
 

@@ -130,8 +130,8 @@ class ScalerWatch:
         self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `torch.autograd.backward`, `clip_grad_norm_`, `torch.save` and schedules, and register hooks
-        of optimizer steps.
+        """Patch GradScaler, `torch.autograd.backward`, `clip_grad_norm_`, `torch.save` and schedules. Register hooks of
+        optimizer steps.
         """
         patcher = Patcher()
         undo.callback(patcher.undo)

@@ -196,8 +196,8 @@ class ScriptSteps:
             self._report_end(session, optimizer, is_skipped=found_inf if isinstance(found_inf, Tensor) else False)
 
     def _check_step(self) -> None:
-        """Raise PolicyError if the changes to regions make this step wrong. Note whether the step would need a loss scale
-        in float16.
+        """Raise PolicyError if the changes to regions make this step wrong. Note whether the step would need a loss
+        scale in float16.
         """
         session = find_session()
         is_scaling = self._scaler_step is not None and self._scaler_step.is_scaling
