@@ -130,9 +130,7 @@ class ScalerWatch:
         self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `torch.autograd.backward`, `clip_grad_norm_`, `torch.save` and schedules. Register hooks of
-        optimizer steps.
-        """
+        """Install the patches and the hooks, until `undo` is closed."""
         patcher = Patcher()
         undo.callback(patcher.undo)
         undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)
