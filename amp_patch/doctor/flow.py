@@ -137,7 +137,7 @@ class Flow:
         if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
-            # a name that a function binds is not the import of the same name
+            # a parameter or a local variable hides the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
         return self._find_in_values(values, depth)
 
@@ -278,10 +278,10 @@ class Flow:
                 yield _UNKNOWN
 
     def _may_get_others(self, called_name: str) -> bool:
-        """Return whether a function or class may get arguments that the script does not show.
+        """Return whether a function or class may be called with arguments that the script does not show.
 
-        That is so if a call has `*args` or `**kwargs`, or if another function gets it, such as a parser of the command
-        line in `tyro.cli(Config)`.
+        That is so if a call has `*args` or `**kwargs`, or if the script passes the function or class to another
+        function, as in `tyro.cli(Config)`.
         """
         for call in self._calls.get(called_name, ()):
             if any(isinstance(argument, ast.Starred) for argument in call.args):
@@ -321,7 +321,10 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that the result of a call may have; perhaps an empty list if the script shows none."""
+        """Return the dtypes that the result of a call may have.
+
+        If the script shows none, return an empty list, or one `Origin` with the dtype "".
+        """
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -352,14 +355,15 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor.
+        """Return the dtypes that `torch.set_default_dtype` may have set when the call `maker` makes a model or tensor.
 
-        A call of it in the module or in the same function overrides the calls before it, unless an `if` may skip it.
+        A call of `torch.set_default_dtype` overrides earlier ones if it is at module level or in the function of
+        `maker`, and under no `if`.
         """
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        # calls in the same function come last: usually, the others have run before
+        # calls in the function of `maker` come last, because the others have usually run before
         for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
             frame = self._script.frame(call)
             if frame is here and not self._script.is_before(call, maker):
