@@ -36,7 +36,7 @@ RECENT, FEW = 16, 3
 """How many of the last changes of a tensor are kept, and the least number of them whose sum is judged."""
 
 CONVERGED = 16
-"""A recent change of a weight is left out if its |true|^2 (see `Change`) is below the weight's largest, divided by this."""
+"""A recent change of a weight is left out if its |true|^2 (see `Change`) is less than the largest one over this."""
 
 
 @dataclass(frozen=True, slots=True)
