@@ -3,10 +3,10 @@ differences of nearly equal values.
 
 It measures some values, and estimates the error of others:
 
-* A *root* is a value without gradient that the script casts to 16 bits, or makes in 16 bits, as `torch.arange` does. It
-  is computed a second time in float32, and so are the values that are computed from it (*followed* values).
-* A *coarse* value has 16 bits, or was computed from such a value by an op that keeps relative errors. Its rounding error
-  is estimated from its size and the 16-bit dtype.
+* A *root* is a value without gradient that the script casts to 16 bits, or makes in 16 bits, as `torch.arange` does.
+  The root, and the values that are computed from it, are computed a second time in float32. They are *followed*.
+* A *coarse* value has 16 bits, or was computed from such a value by an op that keeps relative errors. Its rounding
+  error is estimated from its size and the 16-bit dtype.
 """
 
 import math
