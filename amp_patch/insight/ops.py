@@ -21,7 +21,7 @@ from ..torch_dispatch import (
     get_argument_names,
     is_mutable,
 )
-from .tensors import floating_in, tensors_in
+from .tensors import floating_in, storage_of, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops are not looked at
 _IN_BULK = ("_foreach_", "_amp_foreach_", "_fused_adagrad", "_fused_adam", "_fused_sgd")  # not _fused_rms_norm
@@ -130,6 +130,29 @@ class Op(NamedTuple):
         """Return the tensors of `floating_in` in its result, and the running statistics that it has written."""
         moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
+
+
+class Input(NamedTuple):
+    """A floating input of an op.
+
+    Attributes:
+        tensor: the values that the op read: the input itself, or a copy from before the op wrote it.
+        storage: the address of the storage of the input itself.
+    """
+
+    tensor: Tensor
+    storage: int
+
+
+def read_inputs(op: Op) -> list[Input]:
+    """Return the floating tensors that an op has read."""
+    given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
+    if op.overload.is_overwriting:
+        given, copies = given[1:], copies[1:]
+    elif (out := op.kwargs.get("out")) is not None:
+        given, copies = [value for value in given if value is not out], [value for value in copies if value is not out]
+    pairs = zip(floating_in(given), floating_in(copies), strict=True)
+    return [Input(copy, storage_of(tensor)) for tensor, copy in pairs]
 
 
 def is_reduction(op: Op) -> bool:
