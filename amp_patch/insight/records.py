@@ -244,7 +244,6 @@ class LayerRecord:
 @dataclass(frozen=True, slots=True)
 class OpErrorRecord:
     """The error that an op itself adds in 16 bits in one step. Its inputs in float32 differ only by their rounding.
-    inputs.
 
     Attributes:
         run: the run in which it ran in 16 bits; "" in the recording of a run.
