@@ -47,7 +47,7 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
-"""Nodes with arms, which a run may skip."""
+"""Nodes with several arms, of which a run may skip some."""
 
 _MAX_DEPTH = 6
 """The number of steps, such as from a name to its value, after which a `Flow` gives up."""
@@ -75,9 +75,10 @@ class Verdict(NamedTuple):
 
 
 class Flow:
-    """Follows values backwards: from a use, through assignments, arguments and functions, to what gave their dtype.
+    """Follows values backwards: from a use, through assignments, arguments and functions, to the code that decided
+    their dtype.
 
-    Nothing is run. An attribute such as `self.model` is the same variable in the whole script. Other names belong to
+    Nothing is run. An attribute such as `self.model` counts as one variable in the whole script. Other names belong to
     the function or module that binds them.
     """
 
@@ -179,7 +180,9 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values of `dtype` in options: in `{"dtype": ...}`, in `dict(dtype=...)`, or in a name of either."""
+        """Yield the values of `dtype` in `{"dtype": ...}` or `dict(dtype=...)`. `node` may also be a name for one of
+        these.
+        """
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
