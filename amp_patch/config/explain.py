@@ -59,11 +59,14 @@ class Explanation:
 class Difference:
     """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
 
-    `op` is the name of an op (see `get_op`) or of its in-place twin if all spellings of it differ in this way, else the
-    dotted name of one spelling. For a module rule, `op` is "modules" and the chooser, which says to which modules the
-    rule applies; `left` and `right` are "low" or "float32", or "unlisted" where the rule is missing. If only the order
-    of module rules differs, `op` is "modules", and `left` and `right` are the rules in order. `spellings` is empty for
-    module rules, and for an op that the running torch lacks.
+    Attributes:
+        op: what differs:
+            "exp": all spellings of the op `exp`, or for "exp_", all that write in place.
+            "torch.Tensor.exp": this spelling only.
+            "modules decoder.*": the module rule for `decoder.*`. `left` and `right` are "low", "float32", or "unlisted"
+            where a list has no such rule.
+            "modules": only the order of the module rules. `left` and `right` are the rules in order.
+        spellings: dotted names. Empty for module rules, and for an op that the running torch lacks.
     """
 
     op: str
@@ -118,8 +121,8 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     """Return the differences between two lists, in the order of the left one.
 
-    There are none if and only if the digests of the lists are equal. If the rules of an op differ, the resulting
-    differences of its in-place twins and augmented operators are left out.
+    In-place twins and augmented operators follow the rule of their op. If they differ only for this reason, they are
+    left out.
     """
     left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -190,13 +193,14 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
         only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
         if differences and only_follow_op:
             continue  # they differ only because their op differs
-        if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
+        # an op that exists in place only, under a dotted name
+        if op == ".".join(inplace[0]):
             name = op
         yield from _compare_keys(name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:
-    """Yield a difference for each spelling whose rules differ, or one for all if all have the same pair of rules."""
+    """Yield one difference for all spellings if they have the same two rules, else one for each that differs."""
     rules = {key: (_get_rule(key, left), _get_rule(key, right)) for key in keys}
     if len(set(rules.values())) == 1:
         left_rule, right_rule = rules[keys[0]]

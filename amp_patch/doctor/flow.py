@@ -47,7 +47,7 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
-"""Nodes with arms, which a run may skip."""
+"""Nodes with several arms, of which a run may skip some."""
 
 _MAX_DEPTH = 6
 """The number of steps, such as from a name to its value, after which a `Flow` gives up."""
@@ -75,9 +75,10 @@ class Verdict(NamedTuple):
 
 
 class Flow:
-    """Follows values backwards: from a use, through assignments, arguments and functions, to what gave their dtype.
+    """Follows values backwards: from a use, through assignments, arguments and functions, to the code that decided
+    their dtype.
 
-    Nothing is run. An attribute such as `self.model` is the same variable in the whole script. Other names belong to
+    Nothing is run. An attribute such as `self.model` counts as one variable in the whole script. Other names belong to
     the function or module that binds them.
     """
 
@@ -137,7 +138,7 @@ class Flow:
         if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
-            # a name that a function binds is not the import of the same name
+            # a parameter or a local variable hides the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
         return self._find_in_values(values, depth)
 
@@ -179,7 +180,9 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values of `dtype` in options: in `{"dtype": ...}`, in `dict(dtype=...)`, or in a name of either."""
+        """Yield the values of `dtype` in `{"dtype": ...}` or `dict(dtype=...)`. `node` may also be a name for one of
+        these.
+        """
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
@@ -278,10 +281,10 @@ class Flow:
                 yield _UNKNOWN
 
     def _may_get_others(self, called_name: str) -> bool:
-        """Return whether a function or class may get arguments that the script does not show.
+        """Return whether a function or class may be called with arguments that the script does not show.
 
-        That is so if a call has `*args` or `**kwargs`, or if another function gets it, such as a parser of the command
-        line in `tyro.cli(Config)`.
+        That is so if a call has `*args` or `**kwargs`, or if the script passes the function or class to another
+        function, as in `tyro.cli(Config)`.
         """
         for call in self._calls.get(called_name, ()):
             if any(isinstance(argument, ast.Starred) for argument in call.args):
@@ -321,7 +324,10 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that the result of a call may have; perhaps an empty list if the script shows none."""
+        """Return the dtypes that the result of a call may have.
+
+        If the script shows none, return an empty list, or one `Origin` with the dtype "".
+        """
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -352,14 +358,15 @@ class Flow:
         return None
 
     def _find_default(self, maker: ast.Call) -> list[Origin]:
-        """Return the dtypes that `torch.set_default_dtype` may have set when a call makes a model or tensor.
+        """Return the dtypes that `torch.set_default_dtype` may have set when the call `maker` makes a model or tensor.
 
-        A call of it in the module or in the same function overrides the calls before it, unless an `if` may skip it.
+        A call of `torch.set_default_dtype` overrides earlier ones if it is at module level or in the function of
+        `maker`, and under no `if`.
         """
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        # calls in the same function come last: usually, the others have run before
+        # calls in the function of `maker` come last, because the others have usually run before
         for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
             frame = self._script.frame(call)
             if frame is here and not self._script.is_before(call, maker):

@@ -98,7 +98,7 @@ class ScalerFlow:
 
     @cached_property
     def _scaling_frames(self) -> dict[str, set[ast.AST]]:
-        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign this."""
+        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign it."""
         frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
             if self._is_scaled(assignment.value, frames):
@@ -115,7 +115,7 @@ class ScalerFlow:
             return True
         frame = self._script.frame(value)
         for name in names_in(value) & scaling_frames.keys():
-            # a local variable of this function, not the scaled one of another
+            # a local variable of this function is not the scaled loss of the same name in another function
             is_local = "." not in name and frame in self._assigning_frames[name]
             if not is_local or frame in scaling_frames[name]:
                 return True
@@ -147,7 +147,9 @@ class ScalerFlow:
 
     @cached_property
     def plain_backwards(self) -> list[ast.Call]:
-        """The backward passes of losses that nothing seems to scale: no name in the loss or its values has "scal"."""
+        """The backward passes of losses that nothing seems to scale: neither the loss nor a value assigned to it
+        contains a name with "scal" in it.
+        """
         plain = []
         for call, is_scaled in self._backwards:
             loss = call.func.value if isinstance(call.func, ast.Attribute) else call
@@ -184,12 +186,16 @@ class ScalerFlow:
 
     @cached_property
     def scaled_backwards_and_callers(self) -> list[ast.Call]:
-        """The backward passes of scaled losses, and calls of functions with one, but no unscale, step or update."""
+        """The backward passes of scaled losses, and calls of the script's functions that run such a pass, but do not
+        unscale, step or update.
+        """
         return self._with_callers(self.scaled_backwards, without=[*self.unscales, *self.steps, *self.updates])
 
     @cached_property
     def _steps_and_callers(self) -> list[ast.Call]:
-        """The calls `scaler.step(optimizer)`, and calls of functions with one, but no backward pass or unscale."""
+        """The calls `scaler.step(optimizer)`, and calls of the script's functions that make such a call, but run no
+        backward pass and do not unscale.
+        """
         passes = [*self.scaled_backwards, *self.plain_backwards]
         return self._with_callers(self.steps, without=[*self.unscales, *passes])
 
@@ -248,8 +254,8 @@ class ScalerFlow:
     def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs only in some of the iterations in which the second runs.
 
-        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, and the
-        second under no other `if` that may hold in some iterations only.
+        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, and
+        every `if` around the second holds in all iterations or in none.
         """
         if any(self._may_vary(outer) for outer, _ in self.arms_of(second) - self.arms_of(first)):
             return False
@@ -259,9 +265,10 @@ class ScalerFlow:
         return False
 
     def _may_vary(self, branch: ast.AST) -> bool:
-        """Return whether a branch may be taken in some iterations of a loop only.
+        """Return whether a branch may be taken in some iterations of a loop, and not in others.
 
-        An `if` may vary if its test calls something, or reads a name that the loop assigns. All other branches may.
+        An `if` may, if its test calls a function, or reads a name that the loop assigns. Branches of other kinds, such
+        as a `try`, always count as such.
         """
         if not isinstance(branch, (ast.If, ast.IfExp)):
             return True

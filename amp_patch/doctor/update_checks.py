@@ -90,7 +90,7 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
         return
     for step in flow.steps:
         if _updates_for_each_optimizer(script, flow, step):
-            message = "scaler.update() runs after the step of each optimizer, and the scale may change between them"
+            message = "scaler.update() runs between the steps of two optimizers, and may change the scale there"
             yield Fault(step, "warning", message, _UPDATE)
         elif _follows_update(flow, step):
             message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
@@ -103,14 +103,16 @@ def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
     loss = None if update is None else flow.find_only_loss(update, step)
     if update is None or loss is None:
         return False
-    # an optimizer that has stepped before the update steps again, perhaps on gradients that the script set by hand
+    # If this optimizer has stepped before the update too, it is unclear which gradients it steps on now: the script may
+    # have set them by hand. Do not report it.
     steps_before = {text_of(call) for call in flow.between(flow.steps, loss, update)}
     return text_of(step) not in steps_before
 
 
 def _updates_for_each_optimizer(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a step is in a loop over optimizers that also calls `scaler.update`, and that has no backward pass
-    but comes after one.
+    """Return whether a step is in a loop over optimizers that updates the scale in each round.
+
+    The backward pass must be before the loop, and not in it.
     """
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):

@@ -75,7 +75,7 @@ class _CameIn(Diagnosis):
 
 
 class _Divergence(Diagnosis):
-    """Losses or weights have grown without bound. A dtype of wider range would only delay the end."""
+    """Losses or weights have grown without bound. A dtype with a larger range would only delay the overflow."""
 
     cause = Cause.DIVERGENCE
 
@@ -84,8 +84,8 @@ class _Divergence(Diagnosis):
         if fault.value is Value.ZERO or fault.is_in_backward:
             return False
         if fault.phase is not Phase.STEP and origin.out == "bf16" and evidence.fits_in_float32:
-            # A value that bfloat16 does not hold is nearly too large for float32. But a cast may be given a constant,
-            # such as the lowest number of float32 for a mask, which is no sign of growth.
+            # bfloat16 has the range of float32, so a value that is too large for it has grown without bound. But a cast
+            # may get a constant, such as the lowest number of float32 for a mask.
             is_huge = evidence.in_float32 is not None and evidence.in_float32 > _LARGE
             if is_huge and origin.aten not in CASTS:
                 return True

@@ -19,11 +19,11 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 class Trial(Enum):
     """The dtype to which a trial casts the floating operands."""
 
-    WIDEST = "widest"  # 16 bits and float32 to the dtype to which torch promotes them
+    WIDEST = "widest"  # operands of several dtypes up to float32 to the widest of them
     FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first operand
-    SINGLE = "single"  # all to the dtype to which torch promotes the operands that are not float64
-    WEIGHT = "weight"  # all to the dtype that all weights among them have
+    SINGLE = "single"  # all, also float64, to the widest dtype among the operands that are not float64
+    WEIGHT = "weight"  # all to the dtype that all weights among the operands have
     MODEL = "model"  # all to the dtype of a 16-bit model
     LOW = "low"  # float32 to 16 bits
 
@@ -141,7 +141,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy in the dtype to which `dtypes` maps the tensor's dtype. If it is not there, keep the dtype."""
+    """Return a copy of a tensor, in the dtype to which `dtypes` maps its dtype. Other dtypes stay."""
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 

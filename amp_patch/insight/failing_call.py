@@ -49,7 +49,7 @@ _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 _CHECKS = (ast.Name, ast.Attribute, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple, ast.List, ast.Set, ast.Constant)
 _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
-"""With `_CHECKS`: the kinds of nodes in a condition that is evaluated a second time. They have no call."""
+"""A condition is evaluated a second time only if all its nodes are of these kinds or of `_CHECKS`: it calls nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Level:
 
 
 class Levels:
-    """The frames of an exception, the innermost last.
+    """Frames of an exception, the innermost last.
 
     Args:
-        error: the exception; None: no frames.
-        levels: frames to put before these.
+        error: the exception whose frames to take, or None.
+        levels: frames that come first.
     """
 
     def __init__(self, error: BaseException | None, levels: Sequence[Level] = ()) -> None:
@@ -122,7 +122,9 @@ class Levels:
         return Levels(None, self.all[: self.all.index(self.own) + 1] if self.own is not None else ())
 
     def within(self) -> list[Level]:
-        """Return the innermost frame of the user's code and the frames inside of it; all frames without one."""
+        """Return the innermost frame of the user's code, and all frames below it. Return all frames if none is the
+        user's.
+        """
         start = max((index for index, level in enumerate(self.all) if level.is_of_user), default=0)
         return self.all[start:]
 
@@ -150,17 +152,16 @@ class Levels:
         return next((level for level in reversed(outer) if level.is_of_user and not level.is_in_package), None)
 
     def find_covered(self) -> OpCall | None:
-        """Return the outermost call of a listed op that was running; None without one.
-
-        It is the local `call` of the function `cover` in `Observer`.
+        """Return the outermost call of a listed op that was running; None without one. It is a local variable of
+        `Observer._cover`.
         """
         calls = (level.frame.f_locals.get("call") for level in self.all if level.frame.f_code.co_name == "cover")
         return next((call for call in calls if isinstance(call, OpCall)), None)
 
     def find_names(self) -> Iterator[tuple[str, bool]]:
-        """Yield the name of the function that each frame of `within` calls, from the outermost frame.
+        """Yield the name of the function that each frame of `within` calls, the outermost frame first.
 
-        With each name, yield whether the function may be one of torch, or a method of tensors.
+        The second value says whether the function may be one of torch, or a method of tensors.
         """
         for level in self.within():
             expression = find_expression(level.frame, level.index)
@@ -207,19 +208,21 @@ def _may_be_of_torch(function: ast.expr, reader: Reader) -> bool:
 class FailingCall:
     """A call that may have raised, and that can be run again with other arguments.
 
+    A *check* is treated like a call: the condition of an `assert`, or of the `if` around a `raise`.
+
     Attributes:
-        name: the name of the op or of the function; for a check, of the function around it.
-        operands: the tensors among its arguments and, for a module, its parameters, each with its name; for a check,
+        name: the name of the op or of the function. For a check, the name of the function that contains it.
+        operands: the tensors among its arguments, each with its name; for a module, also its parameters. For a check,
             the tensors that the condition names.
-        run: makes the call again, with each tensor argument (for a check, each local tensor) replaced by the result of
-            the function that it is given.
-        written: the operand that it writes to; None for none, or if that is not known.
+        run: makes the call again. It is given a function, and passes each tensor through it first.
+        written: the operand that it writes to; None if there is none, or if that is not known.
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
         forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
         is_reached: whether lists and rules for modules act where it runs; None if that is not known.
-        is_check: whether it is no call, but the condition of an `assert`, or of the `if` around a `raise`.
-        stand_in: the operand that stands for the result of another call; None for none.
+        is_check: whether it is a check.
+        stand_in: an operand that is not the tensor of the script. It has the dtype of the latest result, and is used
+            for an argument that is the result of another call. None if there is none.
     """
 
     name: str
@@ -239,8 +242,8 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
 
     1. the op that torch's dispatcher ran, if a dispatch mode of this package or of torch was handling it;
     2. the Python calls in the frames of `Levels.within`, from the innermost to the user's line;
-    3. the call in the user's line once more, if an argument of it is itself the result of a call, as in `f(g(x))`. The
-       frames do not hold such a result, so a tensor in the dtype of the latest result stands in for it.
+    3. the call in the user's line once more, if one of its arguments is the result of another call, as in `f(g(x))`. No
+       frame holds this result, so `stand_in` takes its place.
     """
     within = levels.within()
     for level in reversed(levels.all):
@@ -264,7 +267,7 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
 
 
 def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
-    """Return the op that a dispatch mode was running; None if the frame has no variables `func` and `args` for it."""
+    """Return the op that the `__torch_dispatch__` in this frame was running; None if its variables do not show it."""
     known = level.frame.f_locals
     function, args, kwargs = known.get("func"), known.get("args"), known.get("kwargs")
     if not isinstance(function, OpOverload) or not isinstance(args, tuple):
@@ -289,7 +292,7 @@ def _read_kernel(level: Level, observer: Observer) -> FailingCall | None:
 
 
 def _find_written(function: Any, places: frozenset[int], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an op writes to. Those beyond the positional ones, such as `out`, are in `kwargs`."""
+    """Return the arguments that an op writes to, which may be in `kwargs`, such as `out`."""
     names = get_argument_names(function)
     return [args[place] if place < len(args) else kwargs.get(names[place]) for place in sorted(places)]
 
@@ -404,11 +407,14 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _may_run_again(function: Any) -> bool:
-    """Return whether a second call is taken to have no effect of its own.
+    """Return whether a function can be called a second time without an effect on the script.
 
-    True for methods of tensors, modules of torch without buffers or modules of the script inside, functions of
-    amp_patch, of torch and of packages whose names begin with "torch", and callable objects that are neither Python
-    functions nor classes, as functions in C.
+    True for:
+
+    * methods of tensors;
+    * modules of torch without buffers, if all modules inside are torch's, too;
+    * functions of amp_patch, of torch, and of packages whose names begin with "torch";
+    * functions in C, and other callable objects that are neither Python functions nor classes.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor
@@ -447,10 +453,10 @@ def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -
 
 
 def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | None:
-    """Return the condition of an `assert`, as a call that fails if it is false; or the condition of the nearest `if`
-    around a `raise`, as a call that fails if it is true.
+    """Return the condition of an `assert`, or of the nearest `if` around a `raise`, as a call that raises where the
+    script does.
 
-    Returns None for a condition with other nodes than `_CHECKS`, without an attribute `dtype`, or without a tensor.
+    Returns None if the condition calls a function, names no tensor, or has nothing to do with a dtype.
     """
     test: ast.AST | None = node
     expects = False

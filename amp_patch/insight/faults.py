@@ -1,9 +1,13 @@
 """`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
-A value fits if it is finite. If the result of an op does not fit, its inputs are read. If they fit, the op made the
-value, and is computed in float32 as evidence. Values that do not fit are followed through the storages that ops write:
-an op that passes on the value of a known fault adds none. From a fault on, `Repair` computes values that depend on it
-as if float32 had been used. With `underflow`, many zeros that 16 bits have made are a fault, too.
+A value fits if it is finite. If the result of an op does not fit, its inputs are read:
+
+* If they fit, the op itself made the inf or NaN. This is a *fault*. As evidence, the op is computed again in float32.
+* If an input does not fit, and an earlier fault explains it, the op only passes the value on. That adds no fault.
+* If no op that was seen made the input, the input itself is the fault.
+
+From the first fault on, `Repair` computes the values that depend on it in float32. With `underflow`, a result in which
+16 bits have made many zeros is a fault, too.
 """
 
 import math
@@ -21,7 +25,7 @@ from .causes import Course, diagnose
 from .fault_record import Cause, Evidence, FaultRecord, Origin, Phase, RegionKind, Value
 from .folding import OpCall
 from .naming import ModuleStack, name_tensors
-from .ops import Op, Overload, compute_in_float32
+from .ops import Input, Op, Overload, compute_in_float32, read_inputs
 from .quiet.findings import Findings
 from .quiet.gradients import GradientWatch
 from .quiet.values import ValueWatch
@@ -31,7 +35,6 @@ from .rules import short
 from .sites import is_backward_of_user
 from .storages import Storages, is_of_scaled
 from .tensors import (
-    floating_in,
     has_nan,
     is_finite,
     read_largest,
@@ -45,20 +48,15 @@ _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scal
 """Beginnings of the names of ops to which scripts pass masks with -inf. Some return NaN if a whole row is -inf."""
 
 
-class _Input(NamedTuple):
-    """A floating tensor with the values that an op read, perhaps a copy, and the address of the original's storage."""
-
-    tensor: Tensor
-    storage: int
-
-
 class _Output(NamedTuple):
     """A result of an op.
 
     Attributes:
-        op, position: the op, and the position of the result among its floating results.
-        tensor, written: the result, and the record that the op wrote it.
-        forward: the record of the op of the forward pass whose gradient this is part of; None if unknown.
+        op: the op.
+        position: the position of the result among the op's floating results.
+        tensor: the result.
+        written: the record of the result.
+        forward: in a backward pass, the record of the forward op whose gradient is computed; None if unknown.
     """
 
     op: Op
@@ -76,8 +74,8 @@ class FaultFinder:
     """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for nearly each op.
 
     Args:
-        underflow: of the values of a result that are not zero in float32, the share (0 to 1) that may be zero in 16
-            bits without a fault; None if any share may be.
+        underflow: the largest share (0 to 1) of a result that may become zero in 16 bits without a fault. Values that
+            are zero in float32 do not count. None: no limit.
         ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
@@ -85,8 +83,8 @@ class FaultFinder:
     Attributes:
         step: the number of the step.
         faults: the faults of this step so far.
-        peaks: the largest finite magnitudes of 16-bit outputs in the forward pass of this step, by site, op and dtype,
-            and then by module. See also `expect`.
+        peaks: the largest finite magnitude of 16-bit outputs in the forward pass of this step, as
+            `peaks[site, op, dtype][module]`. It is inf for a line where `expect` was called.
     """
 
     def __init__(
@@ -164,7 +162,8 @@ class FaultFinder:
         if overload.has_one_output:
             outputs = outputs[:1]
         made = [self._describe(op, tensor, node, parents, call) for tensor in outputs]
-        if is_of_user:  # the line of an op in a `backward` that the user wrote can be changed, so the op may be named
+        # a `backward` that the user wrote is code of the script: its ops can be made to run in float32
+        if is_of_user:
             for tensor, written in zip(outputs, made, strict=True):
                 written.is_low = tensor.dtype in LOW_DTYPES
         if number is not None and forward is not None:
@@ -175,7 +174,7 @@ class FaultFinder:
         is_bad = not all(math.isfinite(written.largest) for written in made)
         if is_bad or self._underflow is not None or self.repair.is_under_way:
             with current.without_casts():  # the ops below read values, and no list may act on them
-                # Before the checks: `follow` drops old twins (see `repair`) of outputs, and a check may make a new one.
+                # before the checks, because `follow` drops old twins of the outputs, and a check may make new ones
                 self.repair.follow(op, call, made, forward)
                 for index, (tensor, written) in enumerate(zip(outputs, made, strict=True)):
                     self._check(_Output(op, index, tensor, written, forward), call)
@@ -195,23 +194,25 @@ class FaultFinder:
                 self.gradients.look(op, call, outputs, made)
 
     def expect(self, op: Op, call: OpCall, low: torch.dtype, modules: Iterable[str]) -> None:
-        """Note inf as the peak, in these modules, of the line of an op that torch has refused to run."""
+        """Set the peak of an op's line to inf in these modules, for an op that torch refuses to run in 16 bits."""
         peaks = self.peaks.setdefault((call.site.place, op.overload.name, short(low)), {})
         peaks.update(dict.fromkeys(modules, math.inf))
 
     def enter_mask_faults(self, tensors: Iterable[Tensor]) -> None:
-        """Enter faults for inputs that seemed to be masks, but whose inf or NaN has reached these tensors."""
+        """Add the faults of inputs that seemed to be masks, if their inf or NaN has reached these tensors: then they
+        were no masks.
+        """
         for tensor in tensors:
             known = self.storages.find(tensor)
             if known is not None and known.mask_fault is not None and not known.is_known:
                 self._enter(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return the record of an output. Note the finite magnitude of a 16-bit output of a module's forward pass."""
+        """Return the record of an output. For a 16-bit output in the forward pass of a module, also update `peaks`."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
-            # The gradient that begins a backward pass has no parents, and is taken to carry the loss scale.
+            # A gradient without parents begins the backward pass. It is taken to carry the loss scale.
             written.is_scaled = not parents or any(map(is_of_scaled, parents))
             return written
         is_low = output.dtype in LOW_DTYPES
@@ -249,13 +250,13 @@ class FaultFinder:
             self._check_zeros(output, call, self._underflow)
 
     def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
-        """Find out where an inf or NaN in an output comes from, and enter a fault for it if there is reason to."""
-        inputs = _read_inputs(output.op)
+        """Find out where an inf or NaN in an output comes from. Add a fault unless one explains it already."""
+        inputs = read_inputs(output.op)
         bad_inputs = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
         # for each of them, the record of the op that wrote it, or None
         sources = [self.storages.find_at(given.storage, given.tensor.nbytes) for given in bad_inputs]
 
-        # 1. A fault that was entered before explains an input, and so the output.
+        # 1. Is an input explained by an earlier fault? Then so is the output.
         explained = [source for source in sources if source is not None and source.is_known]
         if explained:
             output.written.explain_by(explained)
@@ -263,7 +264,8 @@ class FaultFinder:
         if call is None or self._is_accepted(output, call):
             return
 
-        # 2. An input came in: no op that was seen made its inf or NaN. If it may be a mask, no fault is entered yet.
+        # 2. Has an input come in: is it inf or NaN although no op that was seen made it so? It is the fault, unless it
+        # may be a mask. For a mask, a fault is kept with the output, and added only if the mask proves to be none.
         pairs = list(zip(bad_inputs, sources, strict=True))
         for given, source in pairs:
             if not _is_from_op(source) and not self._is_mask(given):
@@ -271,8 +273,8 @@ class FaultFinder:
                 return
         self._inherit_mask_fault(output, call, pairs)
 
-        # 3. Did the op itself make NaN, or an inf from finite inputs? If an input seemed to be a mask, and an op that
-        # takes no masks makes NaN of it, the input was no mask: then it is the fault.
+        # 3. Did the op itself make NaN, or inf from finite inputs? If it made NaN from an input that seemed to be a
+        # mask, and is no op that takes masks, the input is the fault.
         is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
         mask_fault = output.written.mask_fault
         if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
@@ -291,23 +293,25 @@ class FaultFinder:
     def _is_ignored(self, op: Op, call: OpCall) -> bool:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
-    def _is_mask(self, given: _Input) -> bool:
+    def _is_mask(self, given: Input) -> bool:
         """Return whether a tensor that came in seems to be infinite on purpose."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
-    def _inherit_mask_fault(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
-        """Keep with the output the fault to enter later if an input that seems to be a mask turns out to be no mask."""
+    def _inherit_mask_fault(self, output: _Output, call: OpCall, bad: Sequence[tuple[Input, Written | None]]) -> None:
+        """Keep with the output the fault to add if an input that seems to be a mask proves to be none."""
         for given, source in bad:
             if source is None or not _is_from_op(source):
                 output.written.mask_fault = self._make_came_in(output, call, given)
             elif source.mask_fault is not None:
                 output.written.mask_fault = source.mask_fault
 
-    def _enter_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
-        """Enter a fault for an input whose inf or NaN no known op made. If its master is finite, repair from there."""
+    def _enter_came_in(self, output: _Output, call: OpCall, given: Input) -> None:
+        """Add a fault for an input whose inf or NaN no known op made. If the input is a weight with a finite master,
+        begin a repair with the values of the master.
+        """
         source = Written(self._find_name(given.storage), "", math.inf, ())
         self.storages.put(given.storage, source)
         source.explain_by_fault(len(self.faults))
@@ -315,14 +319,13 @@ class FaultFinder:
         in_float32 = None
         master = self._find_master(given.storage)
         if master is not None and master.shape == given.tensor.shape and is_finite(master):
-            # What depends on the input is computed as if it had been the float32 master.
             self.repair.begin(given.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
         self._enter(source, self._make_came_in(output, call, given, in_float32))
 
     def _make_came_in(
-        self, output: _Output, call: OpCall, given: _Input, in_float32: float | None = None
+        self, output: _Output, call: OpCall, given: Input, in_float32: float | None = None
     ) -> FaultRecord:
         return self._make(
             output,
@@ -334,8 +337,8 @@ class FaultFinder:
             came_in=True,
         )
 
-    def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
-        """Enter a fault for an op that made NaN, or an inf from finite inputs. Start its repair if float32 helps."""
+    def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[Input]) -> None:
+        """Add a fault for an op that made NaN, or inf from finite inputs. Begin a repair if float32 helps."""
         written, is_backward = output.written, call.phase == "backward"
         is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
         blame = self._find_blame(output, is_low=is_low)
@@ -343,7 +346,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs ops of the forward pass again. After a fault, none of them needs a second entry.
+            # A checkpoint runs the forward pass again. Its ops were noted when they first ran, if there was a fault.
             is_repeated = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_repeated:
                 wanted.insert(0, written)
@@ -363,9 +366,9 @@ class FaultFinder:
         self._enter(written, fault)
 
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
-        """Return the rounding to blame for an output: of its op, if that ran in 16 bits, or else of earlier ops.
+        """Return the rounding that made an output not fit: in its own op, or else in earlier ops.
 
-        Its `exact` is None unless float32 makes at least one inf or NaN of the output finite.
+        `exact` of the result is None unless float32 makes at least one inf or NaN of the output finite.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -376,10 +379,10 @@ class FaultFinder:
             return blame
         if exact is not None and not bool((exact.isfinite() & ~output.tensor.isfinite()).any()):
             exact = None
-        return Blame(exact)  # if only some are finite, a later op may mask the rest
+        return Blame(exact)  # also if only some values are finite: a later op may mask the others
 
     def _check_zeros(self, output: _Output, call: OpCall, underflow: float) -> None:
-        """Enter a fault if, of the values that are not zero in float32, a larger share than `underflow` is zero."""
+        """Add a fault if more than the share `underflow` of the values that are not zero in float32 is zero."""
         tensor, op = output.tensor, output.op
         if tensor.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
@@ -396,7 +399,7 @@ class FaultFinder:
         else:
             self.repair.begin(tensor, None, [output.written])
         in_float32 = none_if_inf(read_largest(exact))
-        self._add(self._make(output, call, _read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
+        self._add(self._make(output, call, read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
 
     def _enter(self, written: Written, fault: FaultRecord) -> None:
         """Add a fault, and note that it explains the written values."""
@@ -411,7 +414,7 @@ class FaultFinder:
         self,
         output: _Output,
         call: OpCall,
-        inputs: Sequence[_Input],
+        inputs: Sequence[Input],
         value: Value,
         *,
         in_float32: float | None,
@@ -422,7 +425,7 @@ class FaultFinder:
         parameter: str = "",
         came_in: bool = False,
     ) -> FaultRecord:
-        """Return the record of a fault. At the end of the step, another cause may replace its cause."""
+        """Return the record of a fault. Its cause is final only at the end of the step: see `StepFaults.add_fixes`."""
         written, tensor = output.written, output.tensor
         if share is None:
             share = int((~tensor.isfinite()).count_nonzero()) / tensor.numel()
@@ -460,17 +463,6 @@ class FaultFinder:
 def _is_from_op(source: Written | None) -> bool:
     """Return whether an op that was seen wrote a value that does not fit. `source`: the record of its storage."""
     return source is not None and not math.isfinite(source.largest)
-
-
-def _read_inputs(op: Op) -> list[_Input]:
-    """Return the floating tensors that an op read, with the values before it, and the addresses of their storages."""
-    given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
-    if op.overload.is_overwriting:
-        given, copies = given[1:], copies[1:]
-    elif (out := op.kwargs.get("out")) is not None:
-        given, copies = [value for value in given if value is not out], [value for value in copies if value is not out]
-    pairs = zip(floating_in(given), floating_in(copies), strict=True)
-    return [_Input(copy, storage_of(tensor)) for tensor, copy in pairs]
 
 
 def _compute_exact(output: _Output) -> Tensor | None:

@@ -20,15 +20,16 @@ class OpCall:
         site: the line of the script.
         phase, rule, entry, region, given, out, ran, casts: as in `OpRecord`.
         listed: the name of the op in the lists; "" for an op on no list.
-        target: the dtype that the rule asks for, or None.
-        sources: addresses of the arguments that the rule wants in this dtype, and that have another one.
+        target: the dtype to which the rule casts arguments, or None.
+        sources: addresses of the arguments that have another dtype than `target`.
         copied: addresses of the tensors that were cast.
-        cast_dtypes: the dtypes from and to which tensors were cast, in pairs. Casts of weights to 16 bits are left out.
-        widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
-            an earlier call that did, if only ops on no list ran between. None if there is neither.
+        cast_dtypes: for each cast, the dtypes before and after it, such as ("f32", "f16"). Casts of weights to 16 bits
+            are left out.
+        widened: the call because of which this call gets float32 arguments: this call, if it casts 16-bit arguments to
+            float32 itself, or else an earlier one, if only ops on no list ran since. None if there is no such call.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`, or is not
-            known.
+        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`. True if the
+            line is not known.
         constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 
@@ -54,7 +55,7 @@ class OpCall:
     constants: tuple[str, ...] = ()
 
     def has_widened(self) -> bool:
-        """Return whether the call has cast an argument of 16 bits to float32."""
+        """Return whether the call has cast a 16-bit argument to float32."""
         return any(target == "f32" and source in ("f16", "bf16") for source, target in self.cast_dtypes)
 
 
@@ -102,7 +103,8 @@ class Folding:
         avoided = 0
         if call.target is not None:
             target = short(call.target)
-            if target in call.ran or target in call.out:  # otherwise the rule did not act, as in a call with out=
+            # the rule has acted: it does not in a call with out=, for example
+            if target in call.ran or target in call.out:
                 avoided = len(call.sources - call.copied)
         record = OpRecord(
             *(self.step, call.phase, call.module, call.op, call.rule, call.entry, call.region, call.given),

@@ -78,8 +78,8 @@ class ModuleStack:
     def _find_running(self) -> list[tuple[nn.Module, str]]:
         """Return the running modules, innermost last, each with its name.
 
-        If a script passes a method of a module to a checkpoint, no hook enters that module when the backward pass
-        recomputes the method. Then the list holds only that module, or a submodule that the method calls.
+        If a script passes a method of a module to a checkpoint, the backward pass runs the method again, and torch
+        calls no hook of the module. Then the list holds only this module, or a submodule that the method calls.
         """
         running = self._entered()
         if not running and get_current_node() is not None:
@@ -96,7 +96,7 @@ class ModuleStack:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._entered()
-        # Modules inside may still be on the stack: torch calls no hook after a forward that a KeyboardInterrupt ended.
+        # after a KeyboardInterrupt, torch calls no hook, so modules inside this one may still be on the stack
         while running and running.pop()[0] is not module:
             pass
 
@@ -104,7 +104,7 @@ class ModuleStack:
         known = self._names.get(id(module))
         if known is not None:
             return known[1]
-        if running:  # a replica or copy: it has the name of its caller, with the attribute that holds it there
+        if running:  # a replica or a copy: name it by the attribute that holds it in the running module
             outer, name = running[-1]
             for key, child in outer.named_children():
                 if child is module:

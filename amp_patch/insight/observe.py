@@ -1,9 +1,11 @@
 """`Observer`: sees the calls of listed ops from above, and the ops that torch dispatches from below.
 
-From above, a *cover* around each op that the session patched sees a call: its name, the line of the list that decides,
-and the arguments. From below, a dispatch mode sees the tensors that the kernels get. The ops that it sees
-while a cover runs belong to the call of this cover. Autograd numbers the nodes that such a call makes, and by these
-numbers the ops of the backward pass are assigned to the call.
+From above, a *cover* around each op that the session patched sees a call: its name, its arguments, and the line of the
+list that decides. From below, a dispatch mode sees the ops that run while the call lasts, with the tensors that their
+kernels get.
+
+An op of the backward pass belongs to the call whose gradient it computes. Autograd numbers its nodes: the observer
+notes which nodes a call makes, and a backward op knows the number of its node.
 
 The observer keeps no tensor. A `FaultFinder` and a `QuietWatch` read values of tensors, and change none.
 """
@@ -47,8 +49,9 @@ class _ThreadState(threading.local):
     """The state of an observer in one thread.
 
     Attributes:
-        calls: holds the listed call that runs; empty if none runs.
-        is_below: whether the dispatch mode is on outside of listed calls, too.
+        calls: a list with the listed call that runs; empty if none runs.
+        is_below: whether the dispatch mode is on outside of listed calls, too. In other threads than the one that
+            started the observer, it is on in listed calls only.
         is_paused: whether `pause` has turned the mode off.
         nodes: the number of autograd nodes at the last op; None before the first.
     """
@@ -63,7 +66,8 @@ class FailedIn(NamedTuple):
     """Where an op ran that raised an exception.
 
     Attributes:
-        forward: the call of the forward pass whose backward pass ran; None in a forward pass, or if it is unknown.
+        forward: in a backward pass, the call of the forward pass whose gradient was computed. None if that is unknown,
+            and in a forward pass.
         is_reached: whether lists and rules for modules act there.
     """
 
@@ -145,7 +149,7 @@ class Observer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context with a pause. Harmless in a pause, which goes on afterwards."""
+        """Context manager: pause during the block. An outer pause goes on after it."""
         was_below = self._local.is_below
         self.pause()
         try:
@@ -191,7 +195,7 @@ class Observer:
                     with self._below:
                         result = replacement(*args, **kwargs)
                 call.out = tuple(short(tensor.dtype) for tensor in tensors_in([result]))
-            finally:  # also after an exception, by which torch ends a recomputation that has all it needs
+            finally:  # torch.utils.checkpoint ends a recomputation by an exception once it has all it needs
                 calls.clear()
                 self._folding.count(call)
             return result
@@ -223,7 +227,7 @@ class Observer:
             for tensor in tensors_in(values):
                 if tensor.dtype in CASTABLE and tensor.dtype is not target:
                     call.sources.add(address_of(tensor))
-            call.sources.discard(0)  # stands for a tensor without an address
+            call.sources.discard(0)  # the address of a tensor that has none
 
     def _is_reached(self) -> bool:
         """Return whether lists, or rules for modules, act in this thread now. True at a level without casts of ops."""
@@ -241,7 +245,7 @@ class Observer:
         number = None
         count = count_nodes()
         if self._local.is_below and count != self._local.nodes:
-            number = count - 1  # of the node that the op made, in a forward pass or with create_graph=True
+            number = count - 1  # the number of the node that the op has made
         self._local.nodes = count
         if number is not None and calls:
             self._by_node[number] = calls[-1]
@@ -272,9 +276,9 @@ class Observer:
         return call
 
     def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
-        """Return the call that widened the inputs of an op of the forward pass. See `OpCall.widened`.
+        """Return the call by which an op of the forward pass gets float32 inputs: see `OpCall.widened`.
 
-        There is none if another input is float32 of its own: the result would be float32 in any case.
+        None if another input is float32 without such a call. The op would run in float32 in any case.
         """
         if call.has_widened():
             return call
@@ -291,7 +295,7 @@ class Observer:
         return widened
 
     def note_failure(self, node: Any) -> None:
-        """Note where the op ran that has just raised. `node`: its node of the backward pass; None in a forward pass."""
+        """Note that an op has raised an exception. `node`: the autograd node that ran it; None in a forward pass."""
         forward = None
         if node is not None and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))
@@ -326,9 +330,10 @@ class Observer:
         source, copy = cast
         call.casts += 1
         call.copied.add(address_of(source))
-        if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):  # a copy of a weight undoes nothing
+        # not the cast of a weight to 16 bits, which is no cast back
+        if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):
             call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
-        # Did the op before cast its input down, and does this call cast the result up again, or the other way round?
+        # Does this call cast back what the op before has cast? Count a pair of casts that undo each other.
         storage = storage_of(source)
         producer = self._writers.get(storage)
         if not storage or copy.dtype is not call.target or producer is None or producer is call:

@@ -28,20 +28,19 @@ OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | Non
 
 
 class OpWatch:
-    """Sees listed ops, by covers on their patches (`Patcher.cover`), and other ops while a module runs.
-
-    It sees the other ops by a TorchFunctionMode. While it watches, code of torch.compile runs uncompiled.
+    """Sees the calls of listed ops by covers on their patches (`Patcher.cover`), and those of other ops by a
+    TorchFunctionMode, which is on while a module runs. Meanwhile, code of torch.compile runs uncompiled.
 
     Args:
         session: the session whose lists name the ops.
-        on_call: makes each call. It sees none of the calls that it makes while `is_busy` is True.
+        on_call: makes each call that is seen.
         name: returns the name of a function that is on no list.
-        everywhere: see other ops outside of modules, too.
+        everywhere: see ops on no list outside of modules, too.
 
     Attributes:
         is_on: whether it watches: between `start` and `stop`.
-        is_busy: whether calls pass by unseen. It is True when `on_call` is called, which may set it to False to see the
-            calls that it makes.
+        is_busy: whether calls are made directly, unseen, because `on_call` runs. `on_call` may set it to False, so that
+            the calls that it makes are seen as well.
     """
 
     def __init__(

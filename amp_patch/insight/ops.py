@@ -21,7 +21,7 @@ from ..torch_dispatch import (
     get_argument_names,
     is_mutable,
 )
-from .tensors import floating_in, tensors_in
+from .tensors import floating_in, storage_of, tensors_in
 
 _SILENT = frozenset({"profiler", "prim", "prims"})  # namespaces whose ops are not looked at
 _IN_BULK = ("_foreach_", "_amp_foreach_", "_fused_adagrad", "_fused_adam", "_fused_sgd")  # not _fused_rms_norm
@@ -45,14 +45,14 @@ class Overload(NamedTuple):
     Attributes:
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
-        is_silent: whether it is taken to compute no number, like a view or an empty tensor.
+        is_silent: whether it computes no numbers, like a view or an op that makes an empty tensor.
         is_alias: whether its result may have the storage of an argument.
         is_in_bulk: whether it is an op on lists of tensors, as optimizers use, or not one of `aten`, such as an op
             between processes.
         written: positions of the arguments that it writes.
         is_overwriting: whether it only writes its first argument, and does not read it.
         moves_statistics: whether it writes running statistics, which it does not return.
-        has_one_output: whether only the first of its outputs is for the caller.
+        has_one_output: whether the caller uses only the first of its outputs. The backward pass uses the others.
         is_pointwise: whether torch tags it as an op on single elements.
     """
 
@@ -101,8 +101,8 @@ class Op(NamedTuple):
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments, by position and by name, and its result.
-        before: `args`; with a `FaultFinder`, copies from before the call take the place of tensors that the op reads
-            and then writes, unless it is in bulk.
+        before: the arguments with their values from before the call. With a `FaultFinder`, tensors that the op reads
+            and then writes are copies, unless the op is in bulk. Otherwise, this is `args`.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 
@@ -132,16 +132,39 @@ class Op(NamedTuple):
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 
 
+class Input(NamedTuple):
+    """A floating input of an op.
+
+    Attributes:
+        tensor: the values that the op read: the input itself, or a copy from before the op wrote it.
+        storage: the address of the storage of the input itself.
+    """
+
+    tensor: Tensor
+    storage: int
+
+
+def read_inputs(op: Op) -> list[Input]:
+    """Return the floating tensors that an op has read."""
+    given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
+    if op.overload.is_overwriting:
+        given, copies = given[1:], copies[1:]
+    elif (out := op.kwargs.get("out")) is not None:
+        given, copies = [value for value in given if value is not out], [value for value in copies if value is not out]
+    pairs = zip(floating_in(given), floating_in(copies), strict=True)
+    return [Input(copy, storage_of(tensor)) for tensor, copy in pairs]
+
+
 def is_reduction(op: Op) -> bool:
     """Return whether an op is `sum`, `mean` or a loss function, whatever its `reduction`."""
     return op.overload.name in ("sum", "mean") or op.overload.name.startswith(_LOSSES)
 
 
 def find_factor(op: Op, output: Tensor) -> float:
-    """Return the factor between the mean of the input of an op and its output.
+    """Return how many times larger the output of an op is than the mean of its input.
 
-    It is the number of terms of a sum, the magnitude of the number that `mul` multiplies by, and the inverse of the
-    magnitude of the number that `div` divides by. It is 1 for other ops, and if that number is 0, inf or NaN.
+    For a sum, it is the number of terms. For `mul` and `div` with a number x, it is |x| and 1 / |x|. It is 1 for other
+    ops, and if x is 0, inf or NaN.
     """
     name, args = op.overload.name, op.args
     if name == "sum" or (name.startswith(_LOSSES) and _find_reduction(op) == _SUMMED):
@@ -162,7 +185,7 @@ def _find_reduction(op: Op) -> int | None:
 
 
 def run_in_float32(op: Op) -> Op | None:
-    """Return an op with its 16-bit inputs cast to float32 and the result of running it so; None if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return this run; None if it cannot run so."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -186,7 +209,7 @@ def run_in_float32(op: Op) -> Op | None:
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return the floating results of an op on its inputs in float32; an empty list if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return its floating results; [] if it cannot run so."""
     run = run_in_float32(op)
     return [] if run is None else run.floating_results()
 

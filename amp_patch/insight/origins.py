@@ -13,7 +13,7 @@ from .tensors import storage_of
 
 _MAKES_EMPTY = ("empty", "new_empty")
 _FOLLOWED_RULES = ("", "promote", "sequence_promote", "match_self")
-"""Under these rules, and without a rule, an op may take the dtype of an input."""
+"""Rules under which an op may take the dtype of an input; "" for an op without a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Made:
 
 
 def _rank_as_source(tensor: Tensor) -> tuple[bool, bool]:
-    """Return a key that sorts inputs: parameters first, those with less than two dimensions (biases) after others."""
+    """Return a sort key for inputs: parameters first; among equals, tensors with less than two dimensions last."""
     return not isinstance(tensor, nn.Parameter), tensor.dim() < 2
 
 
@@ -88,7 +88,7 @@ class Origins:
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
         like.sort(key=_rank_as_source)
         known = [(tensor, self.find(tensor)) for tensor in like]
-        # Inputs that the call itself has cast come last: they only lead back to this call.
+        # skip inputs that the call itself has cast, because they lead back to this call
         for tensor, made in known:
             if made is None:
                 return Made(None, dtype, None, storage_of(tensor))

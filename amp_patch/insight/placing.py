@@ -1,4 +1,4 @@
-"""`find_scope`: finds the entries of lists, and the lines of the script, by which ops run in float32."""
+"""`find_scope`: finds how to make ops run in float32: by module rules, by names in lists, or by edits of the script."""
 
 import json
 import re
@@ -20,18 +20,18 @@ _NUMBER = re.compile(r"\d+")
 
 
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
-    """Return the modules, ops and lines that have to run in float32.
+    """Return the module rules, list entries and lines to edit by which all culprits run in float32.
 
-    An op inside of a submodule is reached by a rule for this submodule. For an op that the model itself calls, or the
-    loss code, its name in a list is preferred, since a rule for the model would cover all of it. `has_lists`: whether
-    lists of ops act at this level.
+    For an op in a submodule, it is a rule for the submodule. For an op that the model itself or the loss code calls, it
+    is the op's name in a list, because a rule for the model would cover all of it. `has_lists`: whether lists of ops
+    act at this level.
     """
     modules: list[str] = []
     roots: list[str] = []
     ops: list[str] = []
     sites: list[str] = []
-    casts: list[str] = []
-    covered: set[str] = set()  # lines in these modules, where a cast to x.dtype becomes one to float32
+    casts: list[str] = []  # lines with a cast outside of submodules
+    covered: set[str] = set()  # lines in `modules`: with the rule, a cast to x.dtype there is one to float32
     known = name_all(models)
     given = list(culprits)
     for culprit in given:
@@ -85,7 +85,7 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
-    """Return a mapping from the name of each module in reports to its name in its model, for rules, and the model."""
+    """Return, for the name of each module in reports, its name in its model, which rules use, and the model."""
     own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
     return {name: own[key] for key, (_, name) in name_modules(list(models))}
 
@@ -95,16 +95,18 @@ def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
     kind = type(model)
     if len(models) == 1:
         return _EVERY_MODULE
-    # A class made in a function has no path to name, and a class of torch may have instances in other modules, too.
+    # A rule cannot name a class that is made in a function. And a class of torch may have instances inside other
+    # modules.
     if "<" in kind.__qualname__ or kind.__module__.startswith("torch."):
         return _NO_SUBMODULE
     return f"type: {kind.__module__}.{kind.__qualname__}"
 
 
 def _find_listed_name(culprit: Culprit) -> str:
-    """Return the name by which a list can put an op into float32.
+    """Return the name by which a list can put an op into float32, or "".
 
-    Return "" for an op under a rule that does not run low, and for an op in place, or without a name, on no list.
+    There is none for an op whose rule does not run it in 16 bits. An op on no list has one if torch knows its name, and
+    it does not write in place.
     """
     if culprit.rule in _LISTED_IN_LOW:
         return culprit.listed
@@ -115,11 +117,11 @@ def _find_listed_name(culprit: Culprit) -> str:
 
 
 def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
-    """Return patterns that match modules: names of one class that differ only in numbers may become one pattern.
+    """Return patterns that match the named modules. Names that differ only in numbers become one pattern, if all
+    modules that it matches are of one class: "blocks.0.norm" and "blocks.3.norm" become "blocks.*.norm".
 
-    A pattern may match more modules than are named, but none of another class. A pattern that continues another one, as
-    "a.*.norm" continues "a.*", is left out.
-    `kinds` has the classes of all modules.
+    If another pattern matches a module around it, as "a.*" does for "a.*.norm", a pattern is left out. `kinds` has the
+    classes of all modules.
     """
     alike: dict[tuple[str, type | None], list[str]] = {}
     for name in dict.fromkeys(names):

@@ -41,14 +41,12 @@ class QuietRecord:
         dtype: the short name of the 16-bit dtype.
         kept: the share of elements whose change is not lost. For collapsed values, the share that stays distinct. For
             zero gradients, the share that is not zero.
-        descent: how much of the true change is stored, by the scalar product of both: `<stored, true> / |true|^2`. 1 is
-            all of it, 0 is nothing.
-        error: the error relative to float32: of the change, or of a result. It may be an estimate; for integers, it is
-            the share that differs.
+        descent: the part of the true change that is stored, `<stored, true> / |true|^2`: 1 for all of it, 0 for none.
+        error: the error of a change or a result, relative to float32. For integers, it is the share that differs. It
+            may be an estimate.
         used: the line that uses the values, if that is another line than `site`.
         regions: choosers of modules that keep the values if they run in float32, such as `match: "time"`.
-        is_temporary: whether the tensor that loses an update is made and freed within a step, so no step adds to
-            the sum of another.
+        is_temporary: whether the tensor that loses an update is made anew in each step.
         rank: the rank of the process.
     """
 

@@ -34,11 +34,12 @@ from .spellings import find_texts
 from .tensors import storage_of
 
 _FOLLOWED_RULES = ("promote", "sequence_promote", "match_self")
-"""Under these rules, the result has the dtype of an argument: the rule alone has not decided it."""
+"""Rules under which the result takes the dtype of an argument."""
 
 _MAX_MESSAGE = 500
 _MAX_OPERANDS = 6
-_ENGINE, _CHECKPOINT = "torch/autograd/graph.py", "torch/utils/checkpoint.py"  # in frames of backward, of recomputation
+_ENGINE = "torch/autograd/graph.py"  # the file of a frame in each backward pass
+_CHECKPOINT = "torch/utils/checkpoint.py"  # the file of a frame in each recomputation
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ class Scene:
 
 
 def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
-    """Return the record of an exception; None if no reason is found in dtypes or in the use of a GradScaler.
+    """Return the record of an exception; None if neither dtypes nor the use of a GradScaler explain it.
 
-    Runs the calls again that may have raised the exception. If they explain nothing, does the same for the exception
-    that led the script to raise this one, and so on.
+    Runs the calls again that may have raised the exception. If they do not explain it, looks at the exception that led
+    the script to raise this one, and so on.
     """
     seen: set[int] = set()
     reason: BaseException | None = error
@@ -113,11 +114,12 @@ def _find_reason(error: BaseException) -> BaseException | None:
 
 
 def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
-    """Return the record of an exception, without a look at the exceptions before it; None if there is none."""
+    """Return the record of an exception; None if nothing explains it. Do not look at the exceptions that led to it."""
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # Once an exception has ended the regions of torch.autocast, a script that uses them has no casts to turn off.
+    # A script without amp.initialize casts in regions of torch.autocast, which the exception has ended: no casts to
+    # stop
     has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
     with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)
@@ -159,7 +161,7 @@ def _find_phase(levels: Levels) -> Phase:
 
 
 def _find_inside_backward(levels: Levels) -> list[Level]:
-    """Return the frames inside of the backward pass; none outside of one."""
+    """Return the frames inside of a backward pass; [] if none runs."""
     start = next((place for place, level in enumerate(levels.all) if level.file.endswith(_ENGINE)), len(levels.all))
     return levels.all[start:]
 
@@ -196,11 +198,11 @@ class Operands:
         return self._weights.get(storage_of(tensor), ("", None))[0]
 
     def describe(self, name: str, tensor: Tensor, *, is_stand_in: bool = False) -> Operand:
-        """Return the operand for a tensor. `is_stand_in`: the tensor stands for the latest result that was noted."""
+        """Return the operand for a tensor. `is_stand_in`: see `FailingCall.stand_in`."""
         storage, dtype = storage_of(tensor), short(tensor.dtype)
         made = self._observer.origins.last if is_stand_in else self._observer.origins.find(tensor)
         while made is not None and made.parent is not None and made.call is self._failing:
-            made = made.parent  # a cast within the call that raised: look at what the call was given
+            made = made.parent  # a cast within the call that raised: look at the argument of the call
         if made is None or storage in self._weights or casts.find(tensor):
             return self._describe_outside(name, dtype, storage, tensor)
         root = made.find_root()
@@ -223,7 +225,7 @@ class Operands:
         return Operand(name, dtype, origin, variable, "", site)
 
     def _describe_taken_over(self, name: str, dtype: str, call: OpCall, root: Made) -> Operand:
-        """Return the operand for the result of an op that took the dtype of an input which no known op made."""
+        """Return the operand for the result of an op that took the dtype of an input. No known op made this input."""
         source = self._describe_outside("", dtype, root.storage, None)
         rule = ""
         if source.made_by:
@@ -272,7 +274,8 @@ class _Case:
 
 def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     """Return the record of a call that raises again, and works in other dtypes; None for any other call."""
-    if any(level.is_of_user for level in _find_inside_backward(case.levels)):  # a hook, or a recomputation
+    # code of the user in a backward pass is a hook or a recomputation, and no gradient of a forward op
+    if any(level.is_of_user for level in _find_inside_backward(case.levels)):
         case = replace(case, call=replace(case.call, forward=None))
     call, levels, scene = case.call, case.levels, case.scene
     covered = levels.find_covered()
@@ -282,7 +285,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if trials is None:
         return None
     forward = call.forward
-    if call.is_check and levels.caller is not None:  # the caller usually passed the operands, so its line is to change
+    if call.is_check and levels.caller is not None:  # the operands usually come from the caller, whose line to edit
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
     if forward is not None:
@@ -326,9 +329,11 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
 
 
 def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
-    """Yield the edits of the script that repair the call, at the user's own line if it writes an operand itself."""
+    """Yield the edits of the script that repair the call. If a package made the call, and the user's own line passed an
+    operand to it, they are for this line.
+    """
     levels, weights = case.levels, spelling.weights
-    # The frame of a backward pass is not the line of the forward pass that is to be edited.
+    # for an op of the backward pass, the line to edit is in the forward pass, and not in a frame of the traceback
     level = levels.innermost if case.call.forward is None else None
     place = CallSite(record.site or "", record.called_from, level, region, record.module or "")
     if record.called_from is not None:
@@ -340,7 +345,9 @@ def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: S
 
 
 def _find_region(case: _Case, low: torch.dtype | None) -> str:
-    """Return the edit that calls a 16-bit model under torch.autocast; "" if it would not help, or amp casts the ops."""
+    """Return the edit that calls a 16-bit model under torch.autocast. Return "" if it would not help, and in a session
+    of `amp.initialize`.
+    """
     outside, session = case.levels.find_call_of_model(), case.scene.session
     if low is None or outside is None or not session.gives_way:
         return ""
@@ -372,7 +379,7 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
     file, _, line = forward.site.place.rpartition(":")
     source = _find_source(case.levels, file)
     calls = [] if source is None or not line.isdecimal() else source.calls_at(int(line))
-    # The name in the script says nothing about a module such as nn.HuberLoss, but its call has several arguments.
+    # A module such as nn.HuberLoss has another name than its op. Then take the line's only call with several arguments.
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == forward.op.rpartition(".")[2]]
     binary = [call for call in calls if len(call.args) > 1]
     inside = {part for call in binary for part in ast.walk(call) if part is not call}
@@ -417,7 +424,7 @@ def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -
 
 
 def _is_reached(case: _Case, covered: OpCall | None) -> bool:
-    """Return whether lists act where the call ran. If the call itself does not tell, the latest op does."""
+    """Return whether lists act where the call ran. If that is not known, return it for the latest op."""
     call, last = case.call, case.scene.observer.origins.last
     if call.forward is not None:
         return call.forward.is_reached
@@ -433,7 +440,7 @@ def _choose_entries(case: _Case, trials: Trials, listed: str, covered: OpCall | 
     kinds = {tensor.dtype for tensor in case.tensors if tensor.is_floating_point()}
     if not listed or not case.scene.has_lists or not _is_reached(case, covered) or not kinds <= set(CASTABLE):
         return
-    # For an op in place, `promote` casts the other arguments to the dtype of the first.
+    # under `promote`, an op in place casts its other arguments to the dtype of the first
     promoting = Trial.WIDEST if case.call.written is None else Trial.WRITTEN
     if case.call.has_out:
         return  # no rule acts on a call with out=

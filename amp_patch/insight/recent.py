@@ -18,13 +18,17 @@ from .written import Written
 
 _FEWEST = 16  # this many ops of the forward pass are kept however large they are
 _LARGEST = 2**28  # bytes of the results of ops of the forward pass that are kept
-_ALIKE = 0.1  # the largest difference of two results that count as alike, relative to the exact one
+_ALIKE = 0.1  # the largest relative difference between two results that count as equal in `find_blame`
 
 
 class _Kept(NamedTuple):
-    """An op without its graph, and the versions of its inputs, which tell whether they were written since.
+    """An op that was kept.
 
-    `results` are its floating results, and `written` is the record of the first of them.
+    Attributes:
+        op: the op, whose tensors are detached from the graph.
+        versions: the version counters of its inputs. If they have changed, the inputs were overwritten since.
+        results: its floating results.
+        written: the record of the first result.
     """
 
     op: Op
@@ -41,9 +45,10 @@ class Blame(NamedTuple):
     """The rounding that made a result not fit.
 
     Attributes:
-        exact: the result in float32; None if that does not fit better.
-        wanted: the records of the earlier ops that have to return float32 so that the result fits.
-        lost: a number in the script, such as an eps, that is an argument of such an op and zero in 16 bits; else None.
+        exact: the result in float32; None if it does not fit in float32 either.
+        wanted: the records of the earlier ops that have to run in float32 so that the result fits.
+        lost: a number in the script that is zero in 16 bits, such as an eps, and an argument of one of these ops; None
+            if there is none.
     """
 
     exact: Tensor | None
@@ -91,11 +96,10 @@ class Recent:
         return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
-        """Return the earlier ops whose rounding makes the result `index` of an op not fit; None if none are to blame.
+        """Return the earlier ops whose rounding makes the result `index` of an op not fit; None if there are none.
 
-        Computes the op again in float32, after all kept ops that it depends on in float32. If the result is finite, the
-        blame goes to a few of these ops that suffice for nearly the same result (`_ALIKE`): to the last ones, except
-        those that do not matter.
+        First run in float32 all kept ops that the op depends on, and then the op. If its result is finite, rounding is
+        to blame. Then look for few ops that give about the same result in float32, among the last ones.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -135,13 +139,13 @@ class Recent:
 
 
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
-    """Return the result `index` of an op in float32, after its ancestors in float32; None if it cannot run in float32.
+    """Run the ancestors of an op in float32, and then the op. Return its result `index`; None if it cannot run so.
 
     Ancestors that cannot be repeated keep their results.
     """
     twins = Twins()
     for kept in ancestors:
-        # A random op would draw other numbers, and an input that was written since holds other values.
+        # a random op would draw other numbers, and an input that was overwritten holds other values
         if is_random(kept.op.function) or _versions(kept.op.before) != kept.versions:
             continue
         results = twins.compute(kept.op)

@@ -36,7 +36,8 @@ class Recorder(Probe):
 
     Args:
         first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
-        on_end: called when the last of these steps has ended, or a later one if no session was open before.
+        on_end: called when the last of these steps has ended. If the first session is opened later, called when its
+            first step ends.
         counts_before: whether steps count that a script took before its session was opened.
     """
 
@@ -59,7 +60,7 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._before: Folding | None = None  # the ops of the step before `first`, in case this step raises
+        self._before: Folding | None = None  # the ops of the step before `first`, shown only if this step raises
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
@@ -74,7 +75,7 @@ class Recorder(Probe):
 
     @property
     def _misused(self) -> list[MisuseRecord]:
-        """The misuses that no record of an exception explains."""
+        """The misuses that led to no exception, or to one that has no record."""
         return [*self._misuses, *self._scalers.refusals]
 
     @property
@@ -147,7 +148,7 @@ class Recorder(Probe):
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss. Go on observing, in case an exception has ended the last step, in which observing pauses."""
+        """Note a loss. Also end the pause of the last step, because a step that raises an exception does not end it."""
         if self._observer is not None:
             self._observer.go_on()
             self._scalers.note_loss(loss)
@@ -164,9 +165,9 @@ class Recorder(Probe):
         if not self._is_counted(optimizer):
             return
         session = current.require()
-        self.run = describe_run(session)  # the low dtype of autocast is known once it is entered
+        self.run = describe_run(session)  # once more, because a script's low dtype is known after its first region
         if self._is_in_window():
-            is_at_hand = session.device_type == "cpu"  # on other devices the host would have to wait
+            is_at_hand = session.device_type == "cpu"  # on a GPU, reading whether the step was skipped would wait
             with self.looking_away():
                 skipped = session.is_skipped(optimizer) if is_at_hand else None
                 scales = session.stats(wait=is_at_hand).loss_scales
@@ -216,7 +217,7 @@ class Recorder(Probe):
     def _is_before_window(self) -> bool:
         """Return whether this step is the last before the window.
 
-        This step is observed, too: many scripts that raise do so in the first step, and `--steps 1:2` is the default.
+        This step is observed, too, because most scripts that raise do so in step 0, and the default is `--steps 1:2`.
         """
         return self._count == self._first - 1
 
@@ -279,10 +280,9 @@ def make_empty_run() -> RunRecord:
 def recording() -> Iterator[Recording]:
     """Record the ops that run in the block, with or without a session or `torch.autocast`.
 
-    Ops of optimizer steps are usually left out.
-    The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
-    recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
-    torch.compile runs uncompiled.
+    Ops in the step of an optimizer are left out, except in a step with a closure. In other threads, only listed ops are
+    recorded. The recording is complete when the block ends, even after an exception. Blocks cannot be nested. Results
+    of eager code are bitwise the same as without a recording; code of torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

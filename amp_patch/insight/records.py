@@ -27,7 +27,7 @@ class RunRecord:
         needs_scaler: whether the script has no loss scale and would need one in float16.
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
-        is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
+        is_timed: whether its times can be compared. False if steps also took time to change dtypes to float32.
         hardware: the kind of the device: on two of the same kind, torch usually runs the same kernels.
         threads: the number of threads that an op on the CPU uses; 0 if unknown.
     """
@@ -54,7 +54,7 @@ class RunRecord:
 
 
 MOST_CONSTANTS = 8
-"""An `OpRecord` holds at most so many different constants."""
+"""The most different constants of an `OpRecord`. If there are more, it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class OpRecord:
 
     Attributes:
         step: the number of the step in the recording, from 0.
-        phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is only
-            recorded if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
+        phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). Ops of a step are only
+            recorded in a step with a closure, and for an optimizer that `events.Watcher` is not told of.
         module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
         op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
         rule: the list of the op, or the other rule that decided; "" if none did.
@@ -102,7 +102,9 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class UndoneCastRecord:
-    """Casts that undo each other: from `outside` to `between` for `producer`, and its result back for `consumer`."""
+    """Casts that undo each other: `producer` casts its input from `outside` to `between`, and `consumer` casts the
+    result back to `outside`. Both are names of ops.
+    """
 
     kind: ClassVar[str] = "undone"
 
@@ -166,12 +168,13 @@ class ComparedRecord:
         gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
             Layers with small gradients do not count.
         gradient_worst: the name of the layer with this error; "" if not compared.
-        kept: the share of elements whose change is stored, in the 16-bit tensors that lose most; None if none loses
-            any, or if not measured.
-        kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
-        lost_by: "weights" if weights lose, "sum" for a sum within one call, "tensor" for another tensor with a name,
-            else "line"; "" if none loses.
-        update_error: the relative error (L2) of these changes, or of the sum; None without any, or if not measured.
+        kept: the share of elements whose change is stored, in the 16-bit tensors whose updates rounding loses; None if
+            there are none, or if not measured.
+        kept_worst: the name of the tensor that loses most, or its line; "" if there is none.
+        lost_by: what loses most: "weights", "sum" (a sum within one call), "tensor" (another tensor with a name),
+            "line" (a tensor without a name); "" if there is none.
+        update_error: the relative error (L2) of the changes of these tensors, or of the sum; None if there are none, or
+            if not measured.
         failed: why the run ended early, or that it did not run; "" if it came to its end.
     """
 
@@ -203,9 +206,9 @@ class CurveRecord:
         losses, scales: the loss of each step, and the smallest loss scale at its end.
         skipped: numbers of the skipped steps.
         ms: the median time of a step, in milliseconds; NaN if it was not measured.
-        is_noise: whether this is the run of the reference whose weights are off by one unit in the last place.
-        is_frozen: whether this is the run of the reference whose weights are put back after each step.
-        batches: the number of calls, up to the end of the last step, of the module that is called first in each step.
+        is_noise: whether this run is the reference once more, with weights that are off by one unit in the last place.
+        is_frozen: whether this run is the reference once more, with weights that are put back after each step.
+        batches: how many batches the run has read, counted by calls of the module that is called first in each step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -240,14 +243,14 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpErrorRecord:
-    """The error that an op adds in 16 bits in one step, from inputs that are equal but for their rounding.
+    """The error that an op itself adds in 16 bits in one step. Its inputs in float32 differ only by their rounding.
 
     Attributes:
         run: the run in which it ran in 16 bits; "" in the recording of a run.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
-        error: the largest relative error (L2) of a result, or of the gradients of the inputs; 0 in the recording of a
-            run in 16 bits.
+        error: the largest relative error (L2) of a result, or of the gradients of the inputs. It is 0 before the run is
+            compared.
         is_backward: whether it is the error of gradients.
         is_random: whether it draws other numbers in 16 bits than in float32.
     """
@@ -313,7 +316,7 @@ class CheckedStepRecord:
     Attributes:
         step: the number of the step of this optimizer, from 0.
         optimizer: the number of the optimizer, in the order of first steps.
-        losses: the unscaled losses since the step before, as float32 means of their elements.
+        losses: the unscaled losses since the previous step. For a loss with several elements, their mean.
         skipped: whether the step was skipped for an overflow.
         loss_scale: the loss scale of the first scaler.
         is_dynamic: whether a scaler changes its loss scale.
@@ -358,14 +361,14 @@ class LowOpRecord:
     Attributes:
         module: the name of the innermost named module that the op ran in; "**": the model itself; "": outside.
         op: its name in the op lists, or the name of the function if it is on no list.
-        is_listed: whether it casts its inputs: by a list, or in a cast model as an op with weights.
+        is_listed: whether it casts its inputs: because a list says so, or because it uses weights of a cast model.
         overflow_in, overflow: largest share of the values of an argument, and of a result, that overflow.
         error: largest relative error (L2) of a result.
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
         backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
             in 16 bits; 0 for products, and if not measured.
-        effect: the change of the loss by rounding, to first order: sum over calls of |sum of gradient times error|.
+        effect: the change of the loss by rounding, to first order: the sum over all calls of |gradient . error|.
         site: the line of the script; "" if calls at all lines count together.
     """
 

@@ -31,12 +31,12 @@ class Remedy:
         kind: the part that it changes.
         extends: the list that the new list extends.
         regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
-        ops: names of ops to run in float32, beside these modules.
-        alternative: names of ops that suffice instead of `regions` and `ops`.
-        sites: lines of the script that need `.float()`, beside these modules and ops.
+        ops: names of ops to run in float32, in addition to the modules.
+        alternative: names of ops that are enough in float32, instead of `regions` and `ops`.
+        sites: lines of the script that need `.float()`, in addition to the modules and ops.
         scale: the loss scale to use; None if it need not change, or if no scale is known to help.
         is_scale_enough: whether `scale` may take the place of the list.
-        is_larger: whether a larger loss scale is wanted. If none helps, `scale` is None or not larger.
+        is_larger: whether the loss scale is too small. If no larger one helps, `scale` is None.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
         advice: lines of advice about the script.
@@ -77,7 +77,8 @@ def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None
     remedy = Remedy(kind, extends, fix.regions, fix.ops, fix.alternative, fix.sites, may_need_list=True)
     if fix.scale is None or fix.scale < 1:
         return remedy
-    if fix.scale < loss_scale or loss_scale == 1:  # 1: the value carries no scale, but other gradients do
+    # a loss scale of 1 is recorded for a value that does not carry the scale, while other gradients do
+    if fix.scale < loss_scale or loss_scale == 1:
         return replace(remedy, scale=fix.scale, is_scale_enough=fix.is_scale_enough)
     return remedy
 

@@ -1,8 +1,8 @@
 """`Repair`: tries remedies for values that do not fit into 16 bits.
 
-A value that does not fit is a *fault*. From the first fault of a step on, each value that depends on it has a *twin*
-if possible: the value in float32. An op whose inputs have twins is computed a second time, with the twins. If its
-result does not fit into 16 bits either, the op has to run in float32, too.
+The first value of a step that does not fit gets a *twin*: the value in float32. An op whose inputs have twins is
+computed a second time, with the twins, and its results get twins, too. If a twin is too large for 16 bits, its op has
+to run in float32 as well.
 
 If a gradient does not fit, there are two remedies: a smaller loss scale, or float32 for the op of the forward pass
 whose gradient it is.
@@ -34,11 +34,11 @@ class Needs(NamedTuple):
         culprits: the ops that have to run in float32.
         scale: a smaller loss scale, a power of two, under which gradients fit; None if the scale need not change. It is
             below 1 only if there are no culprits.
-        is_scale_enough: whether all gradients fit under this scale even without the culprits.
-        fitting: the largest loss scale under which all gradients fit without the culprits; None if no gradient bounds
-            it, or if values of the forward pass do not fit.
-        scale_of_zeros: the smallest loss scale under which the share of gradients that are zero is as small as allowed,
-            but not above `scale`; None if the present scale is large enough, or any share is allowed.
+        is_scale_enough: whether all gradients fit under `scale` even if the culprits stay in 16 bits.
+        fitting: the largest loss scale under which all gradients fit if the culprits stay in 16 bits. None if all fit
+            now, and if values of the forward pass do not fit.
+        scale_of_zeros: the smallest loss scale under which few enough gradients are zero (see `underflow` of `Repair`),
+            or `scale` if that is smaller. None if the present scale is large enough.
     """
 
     culprits: list[Culprit]
@@ -52,16 +52,16 @@ class Repair:
     """Computes the values that depend on the faults of one step again, in float32.
 
     Args:
-        underflow: the share of a gradient that may become zero; None: any.
+        underflow: the largest share of a gradient that may become zero in 16 bits; None: no limit.
         get_scale: returns the loss scale in force.
         is_scaled: returns whether a tensor carries the loss scale.
 
     Attributes:
         made: the records of the results of the forward pass, in order.
         rounding: ops whose rounding to 16 bits made a later result not fit.
-        beyond: the first op of the forward pass whose result does not fit into float32 either, and its line; "" without
-            one.
-        beyond_backward: the same for the backward pass, where a later op may mask the result.
+        beyond: the first op of the forward pass whose result is not finite in float32 either, with its line; "" if
+            there is none.
+        beyond_backward: the same for the backward pass. A later op may mask the result.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Repair:
         self._is_scaled = is_scaled
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
-        # For each gradient that does not fit: the 16-bit op of the forward pass that would repair it in float32, and
-        # the largest loss scale under which it fits without that.
+        # Gradients that do not fit, and would if an op of the forward pass ran in float32: the record of this op, and
+        # the largest loss scale under which the gradient fits while the op stays in 16 bits.
         self._repairable: list[tuple[Written, float]] = []
-        # For the gradients without such an op: the largest loss scale under which all of them fit.
+        # The largest loss scale under which all other gradients that do not fit would fit.
         self._scale_of_others = math.inf
         self._scale: float | None = None  # the smallest scale of 1 or more that `_lower_scale` has returned
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
@@ -98,7 +98,7 @@ class Repair:
     def loses(self, tensor: Tensor) -> bool:
         """Return whether the twin of a tensor shows that the tensor is not finite in float32 either."""
         twin = self._twins.find(tensor)
-        # Values that rounding has made zero have no twins. If there are any, a twin with inf or NaN proves nothing.
+        # Rounding may have made zeros that have no twins. Then a twin with inf or NaN proves nothing.
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
@@ -107,18 +107,18 @@ class Repair:
         Args:
             output: the result that does not fit.
             exact: its values in float32, which become its twin. None if they are not known.
-            wanted: the results that have to be float32 so that the output has these values.
+            wanted: the results that have to be float32 so that the output has the values `exact`.
         """
         self._wanted.update(wanted)
         if exact is not None and exact.shape == output.shape:
             self._twins.put(output, exact)
 
     def follow(self, op: Op, call: OpCall | None, made: Sequence[Written], forward: Written | None) -> None:
-        """If inputs of an op have twins, compute it with the twins, and note what its results need in order to fit.
+        """If inputs of an op have twins, compute it with the twins. Note the change that makes its results fit.
 
         Args:
             made: the records of the op's outputs.
-            forward: the record of the forward result whose gradient the op computes, or None.
+            forward: in a backward pass, the record of the forward op whose gradient is computed, or None.
         """
         given = self._find_given_twins(op)
         outputs = op.floating_results()
@@ -126,7 +126,7 @@ class Repair:
         results = self._twins.compute(op) if is_followed else []  # also [] if the op cannot run in float32
         if not is_followed or len(results) != len(outputs):
             for tensor in outputs:
-                # a twin from before this op wrote the tensor is out of date
+                # the op has overwritten the output, so an old twin does not belong to its values
                 self._twins.drop(tensor)
             return
         pairs = [pair for pair in zip(outputs, results, strict=True) if pair[0].shape == pair[1].shape]
@@ -152,7 +152,7 @@ class Repair:
         is_input_too_large = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in given)
         is_output_too_large = any(pair[0].dtype in LOW_DTYPES and _is_too_large(pair) for pair in outputs)
         for written in made:
-            # if an input is float32 from now on, only an op that casts it back to 16 bits needs a change
+            # An input that is too large will be float32. An op that casts it back to 16 bits has to be changed, too.
             if (is_output_too_large and written.is_low) or (is_input_too_large and written.is_held_low):
                 self._wanted.add(written)
         if not self.beyond and self._goes_beyond(op, outputs):
@@ -175,12 +175,15 @@ class Repair:
             if tensor.dtype in LOW_DTYPES and written.is_scaled:
                 self.raise_scale(tensor, result)
         low = [tensor for tensor in op.inputs() if tensor.dtype in LOW_DTYPES]
-        is_exact = all(self._twins.find(tensor) is not None for tensor in low)  # else rounding may be the reason
+        # an input without a twin is rounded, and its rounding may be the reason
+        is_exact = all(self._twins.find(tensor) is not None for tensor in low)
         if not self.beyond_backward and is_exact and self._goes_beyond(op, outputs):
             self.beyond_backward = f"the backward pass of {call.op.removeprefix('aten.')} at {call.site.place}"
 
     def _goes_beyond(self, op: Op, outputs: Sequence[_Pair]) -> bool:
-        """Return whether the result of an op is beyond float32 while its inputs are finite and no argument is inf."""
+        """Return whether the result of an op is not finite in float32, although its inputs are, and no number among its
+        arguments is inf.
+        """
         if not any(_is_beyond(result) for _, result in outputs):
             return False
         if any(isinstance(value, float) and math.isinf(value) for value in (*op.args, *op.kwargs.values())):
@@ -192,7 +195,7 @@ class Repair:
     def fit_gradient(self, gradient: Tensor, exact: Tensor, forward: Written | None, *, is_scaled: bool) -> None:
         """Note the change that makes a value of the backward pass fit: a smaller loss scale, or `forward` in float32.
 
-        No loss scale helps a value that does not carry it.
+        `is_scaled`: whether the value carries the loss scale. If not, no loss scale helps.
         """
         if gradient.dtype not in LOW_DTYPES or not _is_too_large((gradient, exact)):
             return
@@ -217,7 +220,7 @@ class Repair:
         return fitting
 
     def raise_scale(self, tensor: Tensor, exact: Tensor) -> None:
-        """Raise the scale until no more of a gradient is zero in 16 bits than is allowed."""
+        """Note the loss scale under which few enough elements of a gradient are zero in 16 bits."""
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return
@@ -233,8 +236,9 @@ class Repair:
     def find_needs(self) -> Needs:
         """Return the changes that make the values of the step fit.
 
-        The remedy for gradients that do not fit is float32 for ops of the forward pass. But if one of these ops is a
-        product, which is slow in float32, the remedy is a smaller scale, where a scale of 1 or more is small enough.
+        For gradients that do not fit, the remedy is float32 for ops of the forward pass. If one of these ops is a
+        product, which is slow in float32, the remedy is a smaller loss scale instead, except for gradients that need a
+        scale below 1.
         """
         of_forward = find_culprits(self.made, self._wanted)  # ops whose own results do not fit
         all_culprits = find_culprits(self.made, self._wanted | {written for written, _ in self._repairable})

@@ -1,4 +1,6 @@
-"""`RuleFinder`: finds the rule that decides how an op runs: of a list, of a module, or a property of the level."""
+"""`RuleFinder`: finds the rule that decides in which dtype an op runs: a rule of a list, a module rule, or a property
+of the level.
+"""
 
 import functools
 from collections.abc import Callable
@@ -59,15 +61,17 @@ class RuleFinder:
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Return whether a patched attribute is an op: on a list, a product, or one without a 16-bit kernel on CPUs."""
+        """Return whether a patched attribute is an op to observe: it is on a list, is a product, or has no 16-bit
+        kernel on CPUs. Other patches are around ops, such as the one of torch.autograd.backward.
+        """
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
 
     def find_spelling(self, owner: Any, name: str, replacement: Callable[..., Any]) -> op_lists.Spelling | None:
-        """Return the `Spelling` under which a list has a patched attribute; None if no list has it.
+        """Return the `Spelling` by which a list names a patched attribute; None if no list names it.
 
-        An attribute that no list names may be an alias of a listed one, with the same replacement. Then return the
-        `Spelling` of the listed attribute, if an earlier call has found it.
+        A list may name only one of two aliases, which have the same replacement. Then return this `Spelling` for the
+        other one, too, if an earlier call has found it.
         """
         spelling = self._by_owner.get((id(owner), name)) or self._by_key.get((_name_owner(owner), name))
         spelling = spelling or self._by_replacement.get(id(replacement))  # an alias
@@ -102,8 +106,8 @@ class RuleFinder:
             rule, entry = self.find_module_rule(module)
         if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
-        # at levels that do not cast models, a module rule acts only in its region; a hand-written checkpoint that runs
-        # a part of a forward again opens none
+        # At levels that do not cast models, a module rule acts in its region only. There is none when a checkpoint that
+        # the script wrote itself runs a part of a forward again.
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry
         if module is None or policy.cast_model_type is None:

@@ -124,10 +124,10 @@ _OF_DTYPES = re.compile(
 
 
 def may_depend_on_dtype(error: RunFailedError) -> bool:
-    """Return whether a training that failed in one precision may run in another, by the text of its error.
+    """Return whether a training that failed in one precision may run in another: the error is about dtypes, kernels,
+    loss scales or memory.
 
-    It may after an error about dtypes, kernels, loss scales or memory. Only the error itself is read, and the line that
-    raised it: lines above often name dtypes.
+    Of its text, only the message and the line that raised the error are read, because other lines often name dtypes.
     """
     _, frame, end = str(error).rpartition('File "')
     text = end.partition("\n")[2] if frame else end
@@ -160,7 +160,7 @@ class _EnoughSeenError(BaseException):
 
 
 def check_function(function: object, name: str) -> None:
-    """Raise ArgumentTypeError unless `function` can be called. Users often pass the result of a call."""
+    """Raise ArgumentTypeError unless `function` can be called. A common mistake is to pass the result of a call."""
     if not callable(function):
         raise ArgumentTypeError(
             f"{name} must be a function without arguments, not {type(function).__name__}: pass the function itself, and"

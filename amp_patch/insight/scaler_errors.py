@@ -29,9 +29,9 @@ class _Loss:
     """The last loss of the script.
 
     Attributes:
-        site: the line that scaled it, or else of its backward pass.
-        has_graph: whether autograd knows the op that made it, so that gradients flow from it.
-        leaves: ids of the leaves of its graph, which get its gradients.
+        site: the line that scaled it. For a loss that was not scaled, the line of its backward pass.
+        has_graph: whether it has a `grad_fn`, so that gradients flow from it.
+        leaves: ids of the leaves of its graph: the tensors that get its gradients.
         is_cut_off: whether none of the leaves is a parameter.
     """
 
@@ -78,9 +78,9 @@ class ScalerErrors:
     def explain(
         self, error: BaseException, levels: Levels, empty: RaisedRecord, session: Session
     ) -> RaisedRecord | None:
-        """Return the record of an exception that GradScaler itself has raised.
+        """Return the record of an exception that GradScaler itself has raised; None for another exception.
 
-        Return None for another exception. Without `amp.initialize`, return None also if no reason was noted for it.
+        In a script without `amp.initialize`, also return None if `note_refusal` was not called for the exception.
         `empty` is a record with the facts that every exception has.
         """
         innermost = levels.all[-1] if levels.all else None
@@ -155,7 +155,7 @@ class ScalerErrors:
 
 
 def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
-    """Return the record of an exception of a GradScaler beside a session of `amp.initialize`."""
+    """Return the record of an exception of a GradScaler in a script that also calls `amp.initialize`."""
     level = session.policy.opt_level
     return replace(
         empty,
@@ -169,7 +169,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
 
 
 def _explain_order(misuse: Misuse, empty: RaisedRecord, loss: _Loss | None) -> RaisedRecord:
-    """Return the record of a misuse other than 16-bit weights and missing gradients."""
+    """Return the record of a misuse other than float16 weights and missing gradients."""
     here, details = empty.site or "", tuple(f"since the last update(), {call}" for call in misuse.earlier)
     first = misuse.earlier[0].rpartition(" ")[2] if misuse.earlier else ""
     match misuse.kind:
@@ -261,7 +261,7 @@ def find_optimizer(levels: Levels) -> Optimizer | None:
 
 
 def is_of_own_optimizer(levels: Levels) -> bool:
-    """Return whether a line of the script has raised, and not code of torch.optim or a package that it called."""
+    """Return whether the script's own code has raised, and neither torch.optim nor a package."""
     inner = levels.innermost
     if inner is None or inner.is_in_package:
         return False
@@ -297,7 +297,7 @@ def advise_optimizer(optimizer: Optimizer, origins: Origins) -> str:
 
 
 def _find_leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of the graph of a loss, as far as `_MOST_NODES` nodes show them."""
+    """Return the leaves of the graph of a loss. Look at no more than `_MOST_NODES` nodes."""
     leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [loss.grad_fn]

@@ -69,9 +69,9 @@ class _LowCall:
     def find_backward_error(self, gradient: Tensor, index: int) -> float:
         """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
-        `gradient` is the gradient of the result `index` of the call.
-        Inputs whose gradients are not finite in 16 bits are left out. The gradients of the others count as one vector,
-        because one alone may be zero but for rounding, as for the bias of keys in attention.
+        `gradient` is the gradient of the result `index` of the call. Inputs whose gradients are not finite in 16 bits
+        are left out. The other gradients count as one vector, because a single one may be nothing but rounding error,
+        as the gradient of the keys' bias in attention is.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
@@ -134,7 +134,7 @@ class Shadow:
         return result
 
     def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
-        """Return the results of a function from rounded inputs, or None if its second call would differ anyway.
+        """Return the results of a function on rounded inputs. None if a second call would differ even on equal inputs.
 
         Use this before the call itself, which may write to its arguments.
         """
@@ -153,9 +153,12 @@ class Shadow:
     def compare(
         self, module: str, op: str, low: "LowResults | None", result: Any, *, is_listed: bool, site: str = ""
     ) -> None:
-        """Add the errors of a call: of `low`, its results from rounded inputs, against `result`, its own.
+        """Add the errors of a call.
 
-        `site`: the line of the script, if each line is to have a record of its own.
+        Args:
+            low: the result of `run_low`.
+            result: the result of the call itself.
+            site: the line of the script, if each line is to have a record of its own; else "".
         """
         if low is None or not any(map(_is_plain, tensors_in([result]))):
             return
@@ -172,14 +175,14 @@ class Shadow:
     def _run_low(
         self, function: Function, args: Any, kwargs: Any, given: Sequence[Tensor], rounded: dict[int, Tensor]
     ) -> list[Tensor]:
-        """Return the results from rounded inputs; none if the function cannot run on them."""
+        """Return the results of a function on rounded inputs; [] if it cannot run on them."""
         attempts = [rounded]
         if not _is_product(function):
             low = {key: tensor.to(self.low) for key, tensor in rounded.items()}
             attempts.insert(0, low)
         for inputs in attempts:
             copies = {key: tensor.clone() for key, tensor in inputs.items()}  # the function may write them
-            # The call itself draws the same random numbers as without a shadow. A function may refuse to run twice.
+            # restore the random numbers, so that the call itself draws the same as without a shadow
             with random_numbers_kept(given), torch.no_grad(), as_written(), contextlib.suppress(Exception):
                 low_args, low_kwargs = cast_tree([args, kwargs], functools.partial(_pick, by_id=copies))
                 return list(tensors_in([function(*low_args, **low_kwargs)]))
@@ -226,7 +229,9 @@ def _pick(tensor: Tensor, by_id: dict[int, Tensor]) -> Tensor:
 
 
 def _cannot_run_again(op: str, values: Sequence[Any]) -> bool:
-    """Return whether a second call would differ: uninitialised memory, or numbers from the user's own generator."""
+    """Return whether a second call would differ: it returns uninitialized memory, or draws from the user's
+    generator.
+    """
     is_unwritten = op.rpartition(".")[2].startswith(("empty", "new_empty"))
     return is_unwritten or any(isinstance(value, torch.Generator) for value in values)
 

@@ -34,16 +34,18 @@ _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
-"""Beginnings of the file names of code that does not count as the user's: code without a file, and of Python.
-"""
+"""Beginnings of file names whose code is not the user's: code without a file, and modules of Python."""
 
 
 class Site(NamedTuple):
-    """The innermost line of the user's code, and the role of the code of amp_patch or torch between it and the op.
+    """The innermost line of the user's code on the stack, and the code of amp_patch or torch that it has called.
 
-    The role `by` is "" (of no importance), "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
-    gradients, masters) or "optimizer". A module or package of amp_patch names its role as `__role__`. Without one it
-    has the role of the package around it, and in the end "amp". `file` and `number` are the line, as in `Caller`.
+    Attributes:
+        place: the line, as `train.py:6`; "" if no line is known.
+        by: the role of the called code: "cast", "border" (casts of a module's inputs and outputs), "amp" (scales,
+            gradients, masters), "optimizer", or "" for any other. Code of amp_patch has the `__role__` of its module or
+            package, or else "amp".
+        file, number: the file and the number of the line.
     """
 
     place: str
@@ -53,12 +55,12 @@ class Site(NamedTuple):
 
 
 class Caller(NamedTuple):
-    """The innermost line of the user's code, as `Site` describes it later.
+    """The innermost line of the user's code on the stack. `find_site` makes a `Site` of it.
 
     Attributes:
-        file, number: the file and the number of the line; "" and 0 without one.
-        by: the role of the code between, as in `Site`.
-        known: the global names of the file.
+        file, number: the file and the number of the line; "" and 0 if no line is known.
+        by: the role of the called code, as in `Site`.
+        known: the global variables of the line's module.
     """
 
     file: str
@@ -81,7 +83,8 @@ def find_caller() -> Caller:
             role = _find_role(code.co_filename)
             if role is None:
                 return Caller(code.co_filename, frame.f_lineno, by, frame.f_globals)
-        # The innermost role counts, but a cast yields to the code that asked for it, and "optimizer" always wins.
+        # The innermost role counts, with two exceptions: the code that asked for a cast replaces the role "cast", and
+        # "optimizer" replaces all others.
         if role and (by in ("", "cast") or role == "optimizer"):
             by = role
         if caller is not None:
@@ -91,7 +94,7 @@ def find_caller() -> Caller:
 
 
 def repeat(caller: Caller, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function so that `find_caller` finds `caller` in place of the caller of this function."""
+    """Call a function. In it, `find_caller` returns `caller`, whoever calls this."""
     return function(*args, **kwargs)
 
 
@@ -111,9 +114,9 @@ def is_of_user(file: str) -> bool:
 
 
 def names_dtype() -> bool:
-    """Return whether the line that `find_site` names has a 16-bit dtype in it, as in `.half()`.
+    """Return whether the line that `find_site` returns names a 16-bit dtype, as in `.half()`.
 
-    Other lines may cast to the dtype of a tensor. Returns True if the code has no line of the user.
+    A line such as `x.to(y.dtype)` names none. Returns True if no line is known.
     """
     caller = find_caller()
     if not caller.file:
@@ -132,7 +135,7 @@ def casts_result(file: str, number: int) -> bool:
 
 
 def _casts_result(call: ast.Call) -> bool:
-    """Return whether a call is such a cast, or an op with a 16-bit `dtype`."""
+    """Return whether a call casts a computed value to 16 bits, or computes with a 16-bit `dtype`."""
     func, given = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
     if isinstance(func, ast.Attribute) and any(isinstance(part, _COMPUTED) for part in ast.walk(func.value)):
         is_cast = func.attr in ("half", "bfloat16")
@@ -182,10 +185,10 @@ def is_under_checkpoint() -> bool:
 
 
 def find_recomputed() -> nn.Module | None:
-    """Return the module that a checkpoint runs again: the module of the outermost call inside the checkpoint, or None.
+    """Return the module that a checkpoint runs again, or None: the module of the outermost call inside the checkpoint.
 
-    The script may have passed a method of the module to the checkpoint, or a closure over the module. Then torch calls
-    no hook of the module.
+    Hooks do not find it if the script has passed a method of the module, or a function that uses it, to the checkpoint:
+    torch calls no hook of the module then.
     """
     outermost: nn.Module | None = None
     frame: types.FrameType | None = sys._getframe(1)

@@ -13,8 +13,8 @@ from .repair import Needs
 from .short_dtypes import LARGEST
 from .written import Culprit
 
-_NEAR = 8.0  # a value above the largest number of its dtype, divided by this, counts as nearly too large
-_FEW = 16  # a loss that is a sum of fewer terms is not blamed for large gradients
+_NEAR = 8.0  # a value is nearly too large if it is above the largest number of its dtype divided by this
+_FEW = 16  # a loss that sums fewer terms than this is not the reason for large gradients
 _LITTLE = 256.0  # a loss scale up to this leaves little room for small gradients
 
 
@@ -60,7 +60,7 @@ class Finished:
 
     Attributes:
         faults: the faults to report.
-        searches: the fault of a step that was skipped while a dynamic loss scale came down; else empty.
+        searches: the first fault, if the step was skipped because a dynamic loss scale is still too large; else empty.
         unused: faults in gradients that an optimizer may use in a later step.
     """
 
@@ -98,7 +98,7 @@ class StepFaults:
             elif not _is_harmless(fault):
                 result.faults.append(fault)
         if not all(map(self._is_search, result.faults)):
-            # Faults that end once the loss scale has come down are the least important.
+            # last come faults that end by themselves once the loss scale has come down
             result.faults.sort(key=self._ends_by_itself)
         elif result.faults:
             result.searches, result.faults = [self._mark_search(result.faults[0])], []
@@ -119,12 +119,13 @@ class StepFaults:
 
     def _find_shared_fix(self) -> Fix:
         """Return the fix that the faults of the step share."""
-        # A list is for all steps, so it also covers layers whose values are nearly too large in this one.
+        # Layers whose values are nearly too large in this step may overflow in another: put them into the list, too.
         culprits = list(self._needs.culprits)
         for culprit in self._needs.culprits:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
-        # If no gradient is lost, a later op has masked the values of the backward pass that float32 cannot hold.
+        # What float32 cannot hold in the backward pass matters only if a gradient is not finite: an op may have masked
+        # it
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),
@@ -142,7 +143,7 @@ class StepFaults:
     def _find_siblings(self, culprit: Culprit) -> list[str]:
         """Return the modules in which the line of a culprit gives values that are too large, or nearly so.
 
-        If the rounding of the culprit is to blame, these are all modules in which this line ran.
+        If not the size but the rounding of the values is the reason, return all modules in which the line ran.
         """
         is_of_rounding = culprit in self._finder.repair.rounding
         siblings: list[str] = []
@@ -163,20 +164,23 @@ class StepFaults:
         elif fault.is_in_backward and self._is_of_sum(1.0):
             fix = replace(fix, summed=self._seen.summed, scale=needs.fitting)
         if origin.came_in and origin.parameter and fault.evidence.in_float32 is None:
-            # Without a finite master of the weight, no repair was tried: name the op that read the weight.
+            # A 16-bit weight is inf or NaN, and has no finite master: name the op that read the weight.
             scope = self._find_scope([_of_weight(fault)])
             fix = replace(fix, regions=scope.regions, ops=scope.ops, alternative=scope.alternative, sites=scope.sites)
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether gradients fit only under loss scales up to `scale`, but at scale 1 if the loss were a mean."""
+        """Return whether a sum in the loss is why gradients need a loss scale of `scale` or less. If the loss were a
+        mean, they would fit at a scale of 1.
+        """
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
 
     def _find_reach(self, number: int, fault: FaultRecord) -> Reach | None:
         """Return how far a fault has spread; None if only into gradients that no optimizer has used yet.
 
-        If no fault was followed up to a loss or gradient that is not finite, each fault may be the reason.
+        If a loss or gradient is not finite, and no fault is known to have reached it, each fault counts as having done
+        so.
         """
         if fault.phase is Phase.STEP:
             return Reach.WEIGHTS
@@ -190,10 +194,10 @@ class StepFaults:
     # ---- the search for a loss scale ---------------------------------------------------------------------------------
 
     def _is_search(self, fault: FaultRecord) -> bool:
-        """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
+        """Return whether the step was skipped because a dynamic loss scale is too large.
 
-        A gradient that no op of torch wrote, or that torch cannot compute in float32, may be finite under a smaller
-        scale, if the scale can fall further.
+        This cannot be computed for a gradient that no op of torch wrote, or whose op cannot run in float32. It is
+        assumed there, as long as the scale can fall further.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
@@ -238,10 +242,10 @@ def _of_weight(fault: FaultRecord) -> Culprit:
 
 
 def _is_harmless(fault: FaultRecord) -> bool:
-    """Return whether a fault has reached neither loss nor gradients, and is not worth a report.
+    """Return whether a fault that has reached neither loss nor gradients needs no report.
 
-    It is not worth one if float32 would have it, too, as in the logarithm of a mask, if rounding in the backward pass
-    led to it, or if it came in with a wider tensor that is no part of a model.
+    It needs none if it would be there in float32, too, as in the logarithm of a mask; if rounding in the backward pass
+    led to it; or if it came in with a tensor that is wider than 16 bits and no part of a model.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

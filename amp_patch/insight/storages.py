@@ -27,8 +27,10 @@ class Storages:
         return self.find_at(storage_of(tensor), tensor.untyped_storage().nbytes())
 
     def find_at(self, storage: int, size: int) -> Written | None:
-        """Return the record of the storage at an address, or None. A record of the last step counts only if the size is
-        the same: another storage may have got the address since.
+        """Return the record of the storage at an address, or None.
+
+        A record from the previous step counts only if the size in bytes is the same. Otherwise the address belongs to
+        another storage now.
         """
         known = self._written.get(storage)
         if known is not None and known.is_old and known.size != size:
@@ -40,7 +42,7 @@ class Storages:
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the numbers of the faults that explain why values in these tensors do not fit."""
+        """Return the faults that explain why values in these tensors do not fit, by their positions in the step."""
         known = map(self.find, tensors)
         return set().union(*(written.faults for written in known if written is not None))
 
@@ -52,7 +54,7 @@ class Storages:
         """Set the record of an output, which may be a part of its storage."""
         earlier = self.find(output)
         if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
-            # a value that does not fit may lie in another part of the storage than the output
+            # the old record stays if the output fits: the value that did not fit may be in another part of the storage
             if math.isfinite(written.largest):
                 return
             written.faults |= earlier.faults
@@ -62,12 +64,12 @@ class Storages:
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
         """Note an op whose values are not read: an op on lists of tensors, or not of aten (`Overload.is_in_bulk`).
 
-        From now on, the faults of its inputs explain all its inputs and outputs. Without such faults, the records of
-        these tensors are dropped.
+        If faults explain some inputs, they are taken to explain all inputs and outputs. If not, the records of these
+        tensors are dropped.
         """
         inputs = list(floating_in(op.inputs()))
         sources = [known for tensor in inputs if (known := self.find(tensor)) is not None and known.is_known]
-        # the inputs, too, because foreach ops and fused optimizers write to them
+        # the inputs as well, because foreach ops and fused optimizers write to them
         for tensor in (*inputs, *outputs):
             self.forget(tensor)
             if sources:

@@ -1,4 +1,4 @@
-"""A recording as text: a table with a row for each kind of call, in which equal layers share a row."""
+"""A recording as text: a table of its calls. Equal calls share a row, and so do equal layers."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from .records import OpRecord
 from .short_dtypes import count_equal
 
 Key = Callable[[OpRecord], tuple[str, ...]]
-"""Returns the first cells of the row in which a record is summed up."""
+"""Returns the first cells of a record's row. Records with the same cells are added up in one row."""
 
 By = Literal["module", "op", "entry"]
 _SHOW_ALL = "to see them, use --all or format_recording(with_all=True)"
@@ -27,10 +27,13 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 def format_recording(
     recording: Recording, by: By = "module", *, with_all: bool = False, width: int | None = None
 ) -> str:
-    """Return the ops of the forward pass as text, by module, or in sums by op or by list entry, with a summary.
+    """Return the ops of the forward pass as text, with a summary.
 
-    `with_all` gives each layer its own row, and also shows ops that run as in plain torch. To fit `width` characters, a
-    table may shorten texts, leave out columns, and put names of modules on lines of their own. None: do not fit it.
+    Args:
+        by: "module" has a row for each module and op, "op" for each op, and "entry" for each entry of a list.
+        with_all: give each layer its own row, and also show ops that run as in plain torch.
+        width: the number of characters of a line; None for any number. To fit, the table shortens texts, leaves out
+            columns, and puts names of modules on lines of their own.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -79,7 +82,7 @@ def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield one record, without constants, for records that differ only in their step and constants."""
+    """Merge records that differ only in their step and constants. Yield the results, which have no constants."""
     return _merge(replace(op, step=0) for op in ops)
 
 
@@ -89,7 +92,9 @@ def star_layers(module: str) -> str:
 
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield one record, without constants, for records whose modules differ only in numbers, with `*` for these."""
+    """Merge records that differ only in constants and in the numbers in the names of their modules. Yield the results,
+    which have no constants, and `*` for the numbers.
+    """
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
         starred = replace(op, module=star_layers(op.module))
@@ -100,7 +105,7 @@ def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 
 
 def _as_row(op: OpRecord) -> OpRecord:
-    """Return a record without its counts and constants. Records that are then equal share a row."""
+    """Return a record without its counts and constants. Records share a row if these results are equal."""
     return replace(op, calls=0, casts=0, avoided=0, constants=())
 
 
@@ -116,7 +121,9 @@ def _merge(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
 
 
 def _is_of_interest(op: OpRecord) -> bool:
-    """Return whether a floating op is listed, casts, mixes dtypes or runs in 16 bits. Others run as in plain torch."""
+    """Return whether an op on floating tensors is listed, casts, mixes dtypes or runs in 16 bits. Any other op runs as
+    in plain torch.
+    """
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
     if not floating:  # lists do not act on whole numbers
         return False
@@ -135,7 +142,7 @@ def entitle_recording(recording: Recording) -> str:
     title = run.opt_level or "session"
     if run.is_native and run.low:
         title = "torch.autocast"
-        if run.opt_level != "autocast":  # a level or list that the command lays over the script
+        if run.opt_level != "autocast":  # a level or list of the command, which changes the script's regions
             title += f", {run.opt_level}"
     dtype = run.low or "no casts"
     if run.script_low:
@@ -294,7 +301,7 @@ def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key, width: int
 
 
 def _dtypes(names: tuple[str, ...]) -> str:
-    """Return dtypes as `f32,f32,i64`; more than four equal ones as `f32 x 8`, and of others the first six."""
+    """Return dtypes as text: `f32,f32,i64`, or `f32 x 8` for more than four equal ones. Show at most six others."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
     shown = list(names[:6])

@@ -29,8 +29,10 @@ from .runs import check_count, check_function, check_names
 from .step_faults import SeenInStep, StepFaults
 from .tensors import find_largest_of, has_nan
 
-_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # a training whose loss or largest weight grew by more counts as diverged
-_REPEATED = 20  # end the run after more faults of one op without a loss in between: see `_see_fault`
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0
+"""A training has diverged if its loss, or its largest weight, has grown to more than this many times its old value."""
+_REPEATED = 20
+"""A run ends if the op of its first fault has given more faults than this before any loss went backward."""
 
 
 @dataclass
@@ -48,12 +50,12 @@ class _Growth:
 class Tracer(Recorder):
     """Looks at the steps from `first` up to, but not including, `last`, or up to the first that has a fault.
 
-    A step that is skipped because a dynamic loss scale is still too large has no fault.
+    A step that is skipped because a dynamic loss scale is still too large counts as a step without a fault.
 
     Args:
         first, last, on_end: as for `Recorder`.
         underflow, ignore: as for `FaultFinder`.
-        counts_skipped: whether `last` counts skipped steps. If not, each of them adds a step.
+        counts_skipped: whether `last` counts skipped steps. If False, each skipped step moves `last` on by one.
         keeps_steps: whether the recording has a record for each step.
     """
 
@@ -78,7 +80,7 @@ class Tracer(Recorder):
         self._faults: list[FaultRecord] = []
         self._searches: list[FaultRecord] = []  # faults of steps that were skipped while a dynamic scale came down
         self._unused: list[FaultRecord] = []  # faults in gradients that an optimizer may use in its next step
-        self._has_stepped = False  # whether `step_begun` is called for a step that has run already
+        self._has_stepped = False  # while `step_begun` is called late, for a step that is over: see `step_ended`
         self._stepping: int | None = None  # id of the optimizer whose step has begun
         self._loss = _Growth()  # from the smallest loss to the last one
         self._largest_weight = _Growth()  # from the first step to the last one
@@ -130,7 +132,7 @@ class Tracer(Recorder):
         size = find_largest_of([loss])
         self._observer.go_on()
         if math.isfinite(size):
-            # A loss that has fallen and grows again diverges from its smallest value on.
+            # growth is measured from the smallest loss so far
             self._loss.base = min(self._loss.base, size)
             self._loss.last = size
         else:
@@ -144,12 +146,14 @@ class Tracer(Recorder):
         self._seen.is_scaled = True
 
     def _see_fault(self) -> None:
-        """Mark a fault in a gradient that a forward pass computes, as by torch.autograd.grad, without `amp.initialize`.
+        """Called for each new fault. End the run if there are too many and still no loss.
 
-        End the run if the first op with a fault gives a fault again and again before any loss goes backward. A script
-        that skips losses that are not finite may run for ever without a step.
+        A script that skips losses that are not finite may run for ever without a step. So count the faults of the op
+        that had the first one, as long as no loss goes backward.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
+        # A backward op before any loss: the forward pass calls torch.autograd.grad. Without `amp.initialize`,
+        # torch.autocast casts the ops of this gradient, and op lists do not reach them.
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
             marked = replace(last.origin, region=RegionKind.GRADIENT_IN_FORWARD)
             self._finder.faults[-1] = replace(last, origin=marked)
@@ -201,7 +205,7 @@ class Tracer(Recorder):
         """Look at the ops of one step, as if all earlier steps had been looked at.
 
         Args:
-            step: its number.
+            step: the number of the step, from 0.
             smallest_loss: the smallest loss so far; inf if unknown.
             largest_weight: the largest magnitude of a weight at the start; inf if unknown.
         """
@@ -222,15 +226,17 @@ class Tracer(Recorder):
         return len(self._finder.faults)
 
     def blame_last_step(self, optimizer: Optimizer) -> None:
-        """Enter a fault of the step before for weights that do not fit."""
+        """Add a fault of the previous step: the optimizer has written weights that do not fit."""
         self._finder.step -= 1
         self._finder.faults = [self._make_of_step(optimizer)]
         self._finish_faults(None)
 
     def judge_step(self, optimizer: Optimizer | None, *, is_skipped: bool | None) -> None:
-        """Complete the faults of a repeated step. `optimizer` holds the gradients to look at, and takes no step.
+        """Complete the faults of a repeated step.
 
-        Without an optimizer, complete them as at the end of a script.
+        Args:
+            optimizer: its gradients are looked at; it takes no step. None ends the run instead, as `stop` does.
+            is_skipped: whether the step was skipped; None if that is not known.
         """
         if optimizer is None:
             self.stop()
@@ -279,8 +285,8 @@ class Tracer(Recorder):
             yield from model.parameters()
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
-        """Enter a fault if weights do not fit after a step, although weights and gradients fitted before it."""
-        # If anything before the step did not fit, it is the reason, and not the step.
+        """Add a fault if weights do not fit after a step, although weights and gradients fitted before it."""
+        # anything that did not fit before the step is the reason, and not the step
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
@@ -312,12 +318,13 @@ class Tracer(Recorder):
         """Complete the faults of a step, and begin the next."""
         faults, self._finder.faults = self._finder.faults, []
         if not faults and self._seen.gradients:
-            # An earlier step may have computed the gradients. Its faults explain them if no optimizer used them there.
+            # The gradients may be from an earlier step in which no optimizer used them. Then the faults of that step
+            # explain them.
             faults = self._unused or [self._make_unseen()]
         finished = self._step_faults().finish(faults, is_skipped=is_skipped)
         self._faults += finished.faults
         self._searches += finished.searches
-        # Their effect is known once an optimizer uses the gradients.
+        # the effect of these faults is not known until an optimizer uses the gradients
         self._unused = [replace(fault, effect=Effect()) for fault in finished.unused]
         self._seen = SeenInStep()
 
@@ -326,7 +333,7 @@ class Tracer(Recorder):
         leave_mode(self._quiet)  # an exception in an optimizer's step leaves this mode on
         record = super().note_raised(error)
         if record is not None and record.cause.is_of_scaler:
-            # Overflows of gradients under a dynamic loss scale are no reason for this exception.
+            # GradScaler raises for wrong calls, never for an overflow, so faults in gradients do not explain this
             self._finder.faults = [fault for fault in self._finder.faults if not fault.is_in_backward]
         if record is not None and "without overflow" in record.message:
             sites = [fault.origin.site for fault in (*self._faults, *self._finder.faults)]
@@ -346,9 +353,9 @@ class Tracer(Recorder):
         return StepFaults(self._watched, self._finder, self._seen, has_grown=has_grown)
 
     def stop(self) -> None:
-        """Stop looking. Complete the faults of a step that has not ended, with its loss and gradients so far, if any.
+        """Stop looking. Complete the faults of a step that has not ended, by its loss and gradients so far.
 
-        A script may change its weights by hand, or end between two steps.
+        Such a step never ends if the script stops before it, or changes its weights without an optimizer.
         """
         if not self.is_recording:
             super().stop()
@@ -356,7 +363,7 @@ class Tracer(Recorder):
             return
         trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
         if self._finder.faults and self._seen.is_loss_seen and trained:
-            self._seen.gradients, self._seen.total = [], 0  # the call below finds them all again
+            self._seen.gradients, self._seen.total = [], 0  # `_look_at_gradients` fills these again
             unused, storages = self._seen.reaching_unused, self._finder.storages
             used = [weight for weight, gradient in trained if unused.isdisjoint(storages.find_faults([gradient]))]
             self._look_at_gradients(used)
@@ -378,9 +385,10 @@ class Tracer(Recorder):
         )
 
     def _get_scale(self) -> float:
-        """Return the scale of the last block; before a block, or with a GradScaler, the scale of the session.
+        """Return the loss scale of the last `scale_loss` block. Without one, return the scale of the session, such as
+        the scale of a GradScaler.
 
-        Return 1 in a backward pass before a loss of the step is scaled, as by torch.autograd.grad in a forward pass.
+        Return 1 for torch.autograd.grad in a forward pass, before the loss is scaled.
         """
         if not self._seen.is_scaled and get_current_node() is not None:
             return 1.0
@@ -413,7 +421,9 @@ def _read_number(group: dict[str, Any], name: str) -> float | None:
 def tracing(
     *, underflow: float | None = None, ignore: Sequence[str] = (), keeps_steps: bool = False
 ) -> Iterator[Tracer]:
-    """Look at the ops that run in the block, usually except in optimizer steps. The tracer has the faults.
+    """Context manager: look at the ops that run in the block. The tracer that it yields has the faults.
+
+    Ops in the step of an optimizer are left out, except in a step with a closure.
 
     The values of the ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
     a recording is in progress.

@@ -1,4 +1,4 @@
-"""`Twins`: values in float32 beside the values that a script has computed, mostly in 16 bits."""
+"""`Twins`: for tensors of a script, mostly in 16 bits, the values that they would have in float32."""
 
 import functools
 import weakref
@@ -15,10 +15,10 @@ from .tensors import is_whole, storage_of, tensors_in
 
 
 class Twins:
-    """Keeps the *twins* of tensors: the values that they would have in float32. Tensors of one storage share theirs."""
+    """Keeps the *twins* of tensors: their values in float32. Tensors that share a storage share a twin."""
 
     def __init__(self) -> None:
-        # By the id of a storage: the storage, its values in float32, and the size of its elements.
+        # By the id of a storage: the storage, its values in float32, and the bytes of one of its elements.
         self._flat: dict[int, tuple[weakref.ref[Any], Tensor, int]] = {}
 
     def __bool__(self) -> bool:
@@ -47,17 +47,17 @@ class Twins:
         known.copy_(value)
 
     def drop(self, tensor: Tensor) -> None:
-        """Forget the twin of a tensor that was overwritten, if the tensor covers its storage."""
+        """Forget the twin of a tensor that was overwritten. Do nothing if the tensor is only a part of its storage."""
         if self.find(tensor) is not None and is_whole(tensor):
             del self._flat[id(tensor.untyped_storage())]
 
     def compute(self, op: Op) -> list[Tensor]:
-        """Return the floating results of an op in float32, with the twins of its inputs; [] if it cannot run so."""
+        """Run an op in float32 on the twins of its inputs. Return its floating results; [] if it cannot run so."""
         run = self.run(op)
         return [] if run is None else run.floating_results()
 
     def run(self, op: Op) -> Op | None:
-        """Return an op as it runs in float32, with the twins of its inputs; None if it cannot run so."""
+        """Run an op in float32 on the twins of its inputs. Return this run; None if it cannot run so."""
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)
@@ -81,8 +81,8 @@ class Twins:
         key, size = id(storage), tensor.element_size()
         everything = tensor.detach().as_strided((storage.nbytes() // size,), (1,), 0)
         flat: Tensor = clone(everything.float())
-        # The allocator reuses addresses, so a twin dies with the storage object of its tensor. No function in Python: a
-        # Ctrl-C during its call would be lost.
+        # A twin must go when its storage is freed, because another storage may get the same id. `forget` is no function
+        # in Python: a Ctrl-C during its call would be lost.
         forget = functools.partial(self._flat.pop, key)
         self._flat[key] = weakref.ref(storage, forget), flat, size
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,7 +1,7 @@
-"""`Written`: the record of the op that wrote a storage last, and of the inputs of this op.
+"""`Written`: the record of the op that wrote a storage last.
 
-A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. It also explains the values that
-are computed from it.
+A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. If other values are computed
+from it and do not fit either, the fault *explains* them.
 """
 
 import math
@@ -51,22 +51,24 @@ class Culprit(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Written:
-    """The record of a result: the op that wrote it, its magnitude, and the records of the inputs.
+    """The record of a result of an op.
 
     Attributes:
-        op, node: the op that torch ran, and the node of the backward pass that it is part of.
+        op: the op that torch ran.
+        node: the autograd node that ran it; "" in a forward pass.
         largest: the largest magnitude of the result; inf or NaN if it holds, or may hold, one.
-        parents: the records of the inputs.
-        faults: numbers of the faults that explain why it does not fit.
-        is_known: whether it does not fit, and a fault that was entered explains why.
-        is_old: whether it was written in the step before. Then `parents` and `faults` are empty.
+        parents: the records of the op's inputs.
+        faults: the faults that explain the result, as their positions among the faults of the step.
+        is_known: whether the result does not fit, and a fault explains it.
+        is_old: whether it was written in the previous step. Then `parents` and `faults` are empty.
         size: bytes of the storage.
-        culprit: the op, if it is one of the forward pass.
+        culprit: the op as a candidate for float32. None for an op of the backward pass.
         is_low: whether it is a 16-bit result of the forward pass, or of a `backward` that the user wrote.
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
-        summed: how many times larger it is than the mean of the terms that were summed for it.
-        mask_fault: the fault to report if an input that made this result inf or NaN, and seemed to be a mask, is none.
+        summed: for a sum, how many times larger it is than the mean of its terms; else 1.
+        mask_fault: a fault that may be added later. An input that seems to be a mask has made this result inf or NaN.
+            If it proves to be no mask, it is this fault.
     """
 
     op: str
@@ -85,12 +87,12 @@ class Written:
     mask_fault: FaultRecord | None = None
 
     def explain_by(self, sources: "Sequence[Written]") -> None:
-        """Note that a value that does not fit comes from inputs that are explained already."""
+        """Note that the faults of some inputs explain the result, which does not fit."""
         self.is_known = True
         self.faults = frozenset().union(*(source.faults for source in sources))
 
     def explain_by_fault(self, number: int) -> None:
-        """Note that the fault with this number explains why the value does not fit."""
+        """Note that the fault at this position among the faults of the step explains the result."""
         self.is_known, self.faults = True, frozenset({number})
 
     def describe(self, op: Op, call: OpCall, is_in_module: bool, is_low: bool) -> None:
@@ -120,10 +122,10 @@ class Written:
 
 
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
-    """Return the ops that have to be named so that the wanted results are in float32.
+    """Return the ops to run in float32 so that the wanted results are float32.
 
-    `made` has the results of a step in order. An op that takes the dtype of its inputs need not be named if one of them
-    is float32 already.
+    `made` has the results of a step in order. An op is left out if it is float32 anyway, because it takes the dtype of
+    its inputs, and one of them is float32 already.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []

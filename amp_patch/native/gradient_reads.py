@@ -1,6 +1,6 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-At the end of many scaled backward passes, it patches functions that scripts use for this, such as `Tensor.norm`.
+After the backward pass of a scaled loss, it patches functions that scripts use for this, such as `Tensor.norm`.
 `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
 `step`.
 """
@@ -49,8 +49,9 @@ _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name, _ in _READERS
 """The functions as they were when this module was imported."""
 
 _FIRST_PASSES = 10
-"""After so many scaled losses of a run, torch is patched less often. Patching takes about 0.3 ms, much for a small
-step."""
+"""After the backward passes of this many scaled losses, torch is patched less often: see `GradientReads.begin`.
+Patching takes about 0.3 ms, which is much for a small step.
+"""
 
 
 class GradientReads:
@@ -70,7 +71,8 @@ class GradientReads:
             return
         if self._patcher is None:
             self._patcher = Patcher()
-            # Functions that a session has patched are left out: its patches may be undone before these.
+            # Leave out functions that a session has patched: the session may undo its patches before these are undone,
+            # and patches are undone in reverse order.
             patches = [
                 Patch(owner, name, self._make_noting(kind))
                 for owner, name, kind in _READERS

@@ -24,8 +24,8 @@ class PausableHook:
         self._options = [options for options in handle.extra_dict_ref if handle.id in (options() or ())]
         self._is_removed = False
 
-    # A hook that is off leaves no id in torch's dicts. Modules are pickled with theirs, and where one is loaded, the id
-    # may belong to another hook. Options are there before the hook and after it: an interrupt cannot leave it half on.
+    # `pause` removes the hook and its options from torch's dicts. `resume` sets the options before the hook, so that an
+    # interrupt between the two cannot leave a hook without its options.
 
     def pause(self) -> None:
         """Turn the hook off. Harmless twice."""
@@ -35,7 +35,7 @@ class PausableHook:
                 known.pop(self._handle.id, None)
 
     def resume(self) -> None:
-        """Turn the hook on, as the last one. Harmless twice."""
+        """Turn the hook on. It then runs after all other hooks. Harmless twice."""
         hooks = self._handle.hooks_dict_ref()
         if hooks is None or self._is_removed:
             return
@@ -52,13 +52,13 @@ class PausableHook:
 
 
 class OuterHooks:
-    """The global hooks that are off together. Whoever turns them off turns them on again."""
+    """Global hooks that are turned off and on together."""
 
     def __init__(self) -> None:
         self._hooks: list[PausableHook] = []
 
     def add(self, handle: RemovableHandle, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Add a hook that was registered just now. Return the function that removes it, which may be called twice."""
+        """Add a hook that is registered with torch already. Return a function that removes it. Harmless twice."""
         added = PausableHook(handle, hook)
         self._hooks.append(added)
 

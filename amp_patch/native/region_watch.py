@@ -22,8 +22,8 @@ _LOW = (torch.float16, torch.bfloat16)
 
 _MOST_NODES = 4096
 _MOST_WALKS = 8
-"""The largest number of nodes that are visited in a graph, and the largest number of graphs. A walk through a large
-graph takes milliseconds.
+"""At most this many nodes are visited in a graph, in at most this many graphs of a run. A walk through a large graph
+takes milliseconds.
 """
 
 
@@ -68,7 +68,7 @@ class RegionWatch:
         """Check a step without a GradScaler. `has_scalers`: whether a GradScaler has scaled a loss so far."""
         if self._unscaled_at and not has_scalers:
             self._unscaled_steps += 1
-        # At the first such step, a script with several optimizers may not have reached its GradScaler yet.
+        # not at the first such step: a script with several optimizers may scale the loss of a later one
         if self._unscaled_steps > 1 and self._unscaled_at and not has_scalers:
             self._tell(Misuse(Kind.NO_SCALER, self._unscaled_at))
         self._is_after_region = False

@@ -41,8 +41,10 @@ class ScaleState:
         yield Patch(torch.amp.GradScaler, "state_dict", self._note_state)
 
     def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
-        """Record a step by an enabled GradScaler. If a checkpoint was saved without the scaler since the step before,
-        report it: the training goes on, so a later run may resume from it.
+        """Record a step by an enabled GradScaler.
+
+        If a checkpoint was saved without the scaler since the step before, report it now: the training goes on, so it
+        was not the checkpoint of a finished model.
         """
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_skipped:
@@ -61,7 +63,7 @@ class ScaleState:
         def step(scheduler: LRScheduler, *args: Any, **kwargs: Any) -> Any:
             count = self._schedules[scheduler] = self._schedules.get(scheduler, -1) + 1
             steps = self._steps.get(scheduler.optimizer, 0)
-            # A schedule with fewer steps than its optimizer may count epochs, and not steps.
+            # a schedule that has stepped less often than its optimizer may count epochs
             if 2 <= steps <= count and scheduler.optimizer in self._skipped and not is_in_library():
                 self._tell(Misuse(Kind.SCHEDULED_SKIP, find_line()))
             return original(scheduler, *args, **kwargs)

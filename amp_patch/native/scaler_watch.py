@@ -108,19 +108,18 @@ class ScalerWatch:
         self._whole_script_is_entered = whole_script_is_entered
         self._uses: weakref.WeakKeyDictionary[Any, _ScalerUse] = weakref.WeakKeyDictionary()
         self._told: set[Kind] = set()
-        # Both are 0 until a scaler scales a loss: how often scaled losses have gone backward, and the number of
-        # backward passes without a scaled loss.
-        self._scaled_backwards = self._unscaled_backwards = 0
+        self._scaled_backwards = 0  # how many times scaled losses have gone backward
+        self._unscaled_backwards = 0  # backward passes without a scaled loss, since a scaler first scaled a loss
         self._unscaled_backward_at = ""  # the line of the last backward pass without a scaled loss
         # For each optimizer, by id: `_unscaled_backwards` at its last step.
         self._unscaled_backwards_at_step: dict[int, int] = {}
         self._running_scaler_steps = 0  # calls of `step` of enabled scalers that are under way
         self._has_optimizer_stepped = False  # whether an optimizer has stepped since `scaler.step` was called
-        # Optimizers that took a step without a scaler after the backward pass of a scaled loss, each with one of its
-        # parameters: the gradient of the parameter shows whether later scaled losses add to the optimizer's gradients.
+        # Suspects: optimizers that took a step without a scaler after a scaled loss went backward. The loss may be of
+        # another model. So for each suspect, one parameter is kept, to see whether scaled losses change its gradient.
         self._suspects: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
         self._suspected_at = ""  # the line of the first step of a suspect
-        # The suspects to whose gradients a later scaled loss has added. Another such step of theirs is reported.
+        # Suspects whose gradient a scaled loss has changed since. Their next step without a scaler is reported.
         self._have_scaled_gradients: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._regions = 0  # the number of outermost enabled regions so far
         self._region_at = ""  # the line of the last of them
@@ -131,7 +130,7 @@ class ScalerWatch:
         self._scale_state = ScaleState(self._tell)
 
     def install(self, undo: UndoStack) -> None:
-        """Patch GradScaler, `torch.autograd.backward`, the clipping by norm, `torch.save` and schedules. Hook steps."""
+        """Install the patches and the hooks, until `undo` is closed."""
         patcher = Patcher()
         undo.callback(patcher.undo)
         undo.callback(register_optimizer_step_pre_hook(self._check_own_step).remove)
@@ -180,7 +179,7 @@ class ScalerWatch:
         """Return a `torch.autograd.backward` that notes whether losses are scaled, and which gradients they change."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # Within a backward pass, this is a call of a checkpoint, for example.
+            # a call inside a backward pass is not the script's: torch.utils.checkpoint makes one, for example
             if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
             self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
@@ -258,7 +257,7 @@ class ScalerWatch:
                 raise
             use = self._uses.get(scaler)
             if use is not None:
-                # The calls so far clipped scaled gradients. Later ones get unscaled gradients, and are not checked.
+                # clipping after this call is right, so only the calls until now are checked
                 self._check_clipping(scaler, use, optimizer)
                 self._check_loss(scaler, use, optimizer)
                 use.unscaled_at[id(optimizer)] = find_line()
@@ -280,7 +279,7 @@ class ScalerWatch:
                 self._region_watch.check_scaled_step()
             self._has_optimizer_stepped = False
             backwards_before = 0 if use is None else use.backwards
-            self._running_scaler_steps += is_scaling  # a disabled GradScaler calls the step and does nothing else
+            self._running_scaler_steps += is_scaling  # with a disabled GradScaler, this is a step without a scaler
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             except Exception as error:
@@ -320,7 +319,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_loss(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Report the misuse if only losses without a scale have made the gradients of an optimizer."""
+        """Report the misuse if all gradients of an optimizer are of losses that nothing has scaled."""
         if not use.is_scale_read and (line := self._losses.find_unscaled(scaler, optimizer)):
             self._tell(Misuse(Kind.UNSCALED_LOSS, line))
 
@@ -403,7 +402,7 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Report a region with the cache of torch that contains this step of an optimizer and the step before."""
+        """Report a region, in which torch caches casts of weights, that contains this step and the step before it."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)

@@ -45,8 +45,8 @@ class ScriptSteps:
 
     Args:
         changes: the changes to the regions of the script.
-        unscales_first: unscale gradients before the step of a fused optimizer, whose kernel would do it otherwise. So
-            watchers see unscaled gradients.
+        unscales_first: unscale gradients before the step of a fused optimizer, so that watchers see unscaled gradients.
+            Otherwise the optimizer's kernel unscales them during the step.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ScriptSteps:
         self._scaler: weakref.ref[Any] | None = None  # the newest GradScaler
         self._scaler_step: _ScalerStep | None = None
         self._open_session: Callable[[str], NativeSession | None] = lambda device_type: None
-        self._scaled_loss_id: int | None = None  # of the scaled loss that a GradScaler returned last
+        self._scaled_loss_id: int | None = None  # the id of the last loss that a GradScaler has scaled
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, and hook optimizer steps."""
@@ -79,8 +79,7 @@ class ScriptSteps:
         """Report losses that no GradScaler scales, until `undo` is closed.
 
         Args:
-            open_session: takes the type of the loss's device, and opens a session if there is none, as in a script
-                without any torch.nn.Module.
+            open_session: called with the device type of the loss. Returns the session, and opens one if there is none.
         """
         self._open_session = open_session
         patcher = Patcher()
@@ -154,7 +153,7 @@ class ScriptSteps:
                 return result
 
             # No hook has seen the step: GradScaler has skipped it, or the optimizer is no torch.optim.Optimizer.
-            # It has waited for the flags already.
+            # Reading the flags does not wait, because GradScaler has read them already.
             flags = get_found_inf(scaler, optimizer)
             is_skipped = not flags or any(map(bool, flags))
             session = find_session()
@@ -182,7 +181,7 @@ class ScriptSteps:
             self._report_begin(session, optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook after each optimizer step: report it, and return to the region of `WholeScript`."""
+        """Hook after each optimizer step: report it, and enable the region of `WholeScript` again."""
         self._whole_script.enable_after_step()
         if has_own_amp():
             return
@@ -197,8 +196,8 @@ class ScriptSteps:
             self._report_end(session, optimizer, is_skipped=found_inf if isinstance(found_inf, Tensor) else False)
 
     def _check_step(self) -> None:
-        """Raise PolicyError for a step that cannot be taken under the changes to regions. Note whether float16 would
-        need a loss scale here.
+        """Raise PolicyError if the changes to regions make this step wrong. Note whether the step would need a loss
+        scale in float16.
         """
         session = find_session()
         is_scaling = self._scaler_step is not None and self._scaler_step.is_scaling

@@ -27,8 +27,8 @@ AS_IS = "as-is"
 """The `opt_level` of a session that changes nothing. With lists over torch.autocast's rules, it is "autocast"."""
 
 _STEPS_BEFORE_WARNING = 3
-"""The step of an optimizer at which a script has usually called all its modules. With two optimizers, the first step of
-one may come before the first call of the other's model.
+"""The step of an optimizer at which unused module rules are warned of. By then, a script has usually called all its
+modules. The first step would be too early: in a GAN, the second model may be called after it.
 """
 
 
@@ -62,8 +62,8 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 class NativeSession(Session):
     """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
 
-    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Once the
-    script uses a GradScaler, the session shows the scale of that.
+    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Its loss
+    scale is the scale of the script's GradScaler.
 
     Args:
         autocast: the regions in which the lists decide, or None if autocast is disabled.
@@ -71,8 +71,8 @@ class NativeSession(Session):
 
     Attributes:
         steps_before: the number of steps that the script took without a session, before this one was opened.
-        needs_scaler: whether the script took a step without a GradScaler after a bfloat16 region. In float16, it would
-            need one.
+        needs_scaler: whether the script took a step without a GradScaler after a bfloat16 region. If the region ran in
+            float16, the script would need a GradScaler.
     """
 
     gives_way = True
@@ -182,7 +182,9 @@ class NativeSession(Session):
             super().close()
 
     def _count_steps(self, *, wait: bool) -> None:
-        """Count steps in order, up to the first whose `found_inf` is not on the host yet. With `wait`, wait for all."""
+        """Count steps in order, up to the first whose `found_inf` is not on the host yet. With `wait`, wait for these
+        values, and count all steps.
+        """
         while self._uncounted:
             key, outcome = self._uncounted[0]
             if isinstance(outcome, HostCopy):
@@ -208,7 +210,7 @@ class NativeSession(Session):
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Make a GradScaler the first loss scaler of the session. GradScalers that were used before come after it."""
+        """Put a GradScaler of the script first among the scalers of the session."""
         first = self.scalers[0]
         if isinstance(first, _ScriptScaler) and first.scaler is scaler:
             return
@@ -230,7 +232,7 @@ class NativeSession(Session):
 
     @contextlib.contextmanager
     def _pausing_casts(self) -> Iterator[None]:
-        # also a region of another dtype than that of the lists, where torch casts by itself
+        # torch.autocast is disabled, too: in a region whose dtype is not the lists' dtype, torch casts by itself
         is_enabled = torch.is_autocast_enabled(self.device_type)
         torch.set_autocast_enabled(self.device_type, False)
         try:

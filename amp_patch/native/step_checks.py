@@ -22,8 +22,8 @@ class StepChecks:
     it has trained another model in float32. `check_end` raises the error if the script ends without mixed precision.
 
     Args:
-        needs_region: whether nothing is to happen before the script uses mixed precision, usually because the changes
-            act in regions only.
+        needs_region: whether the takeover waits until the script uses mixed precision, usually because the changes act
+            in regions only.
         is_everywhere: whether `WholeScript` makes the region, which begins with the first call of a model.
         on_plain_step: called with a line of text at the first step that the script takes without mixed precision, if
             `needs_region` is set.
@@ -105,7 +105,7 @@ class StepChecks:
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer, *, is_open: bool) -> None:
-        """Record the end of a step. `is_open`: whether a session is open, which counts the step itself."""
+        """Record the end of a step. `is_open`: whether a session is open. An open session counts the step."""
         self._has_compiled_region = self._has_bfloat16_region = False
         if not is_open and self._step_counter.note(optimizer):
             self._steps_before_session += 1

@@ -1,9 +1,9 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
 It opens a session when the script enters a region and there is none, because the dtype and the device type of the
-region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session before: when
-the script makes an optimizer, calls a model or runs a backward pass. If the script calls `amp.initialize`, the session
-of that call replaces the takeover's.
+region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it opens the session without a
+region: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
+`amp.initialize`, the session of that call replaces the takeover's.
 """
 
 import sys
@@ -45,8 +45,8 @@ class Takeover:
         needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
             even if the session would only observe.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
-        refuses_regions: raise HasRegionsError at a region of the script. For a run in float32 with which runs
-            everywhere are compared.
+        refuses_regions: raise HasRegionsError when the script enters a region, as `everywhere` does. For the float32
+            run that runs with `everywhere` are compared to.
         on_plain_step: called with a line of text at the first step without mixed precision, if the changes need a
             region, or with `needs_region`.
 
@@ -136,7 +136,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
-        self._scaler_watch.end_reads()  # first: it may have replaced functions after the session did
+        self._scaler_watch.end_reads()  # before the session's patches, because it may have patched functions later
         if find_session() is not None:
             current.reset()
 
@@ -147,10 +147,10 @@ class Takeover:
 
         Args:
             device_type: the device of the region, or of the model.
-            low: the dtype of the region, or None without one.
+            low: the dtype of the region, or None outside of regions.
 
-        Returns None if the script uses amp itself, without a region if there is nothing to do then, and if Dynamo
-        traces this call.
+        Returns None if the script calls `amp.initialize` itself, if Dynamo traces this call, and outside of regions if
+        the changes apply to regions only.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -164,7 +164,9 @@ class Takeover:
             return find_session() or self._open_session(device_type, low)
 
     def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
-        """Return the session in force at a backward pass. Open one if none is in force: there may be no modules."""
+        """Return the session in force at a backward pass. Open one if there is none: a script without modules has
+        called no model that would have opened it.
+        """
         if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
             return find_session()
         return self._require_session(device_type, None)

@@ -1,6 +1,6 @@
-"""`UnscaledLosses`: notices optimizers whose gradients are all of losses that no GradScaler has scaled.
+"""`UnscaledLosses`: notices optimizers whose gradients all come from losses that no GradScaler has scaled.
 
-`scaler.step` divides them by the scale all the same.
+`scaler.step` would divide these gradients by the scale.
 """
 
 import math
@@ -16,8 +16,8 @@ from .roots import find_line
 from .unscaled_gradients import Version, read_version
 
 _LOOKED_AT = 16
-"""About the number of nodes in the graph of the losses that are searched for a factor. A script usually multiplies the
-loss itself, or a value from which one or two ops compute the loss.
+"""About how many nodes of the losses' graph are searched for a factor, the last op first. A script that scales by hand
+usually multiplies the loss itself, or a value one or two ops before it.
 """
 
 _POWERS = {"MulBackward0": 1.0, "DivBackward0": -1.0}
@@ -29,13 +29,13 @@ class _Watched:
     """One parameter of an optimizer, and the backward passes that changed its gradient since the last step.
 
     Attributes:
-        parameter: had a gradient at the last `scaler.step` of the optimizer.
+        parameter: a parameter that had a gradient at the last `scaler.step` of the optimizer.
         gradient_id: the id of the gradient after the last backward pass or step.
-        passed_at: the line of the first backward pass that made or changed the gradient, if it is not explained; "" if
-            there was none.
+        passed_at: the line of the first backward pass that changed the gradient and seems unscaled; "" if there was
+            none.
         factors: the numbers by which the losses of these passes were multiplied.
-        is_explained: whether the gradient may be scaled: a scaler has scaled a loss of these passes, the script has
-            passed gradients to `backward`, or has assigned the gradient.
+        is_explained: whether the gradient may be scaled, and is not reported: a scaler has scaled a loss, or the script
+            has passed gradients to `backward` or has assigned the gradient.
     """
 
     parameter: Tensor
@@ -50,12 +50,12 @@ class UnscaledLosses:
 
     def __init__(self) -> None:
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
-        # Of the backward pass that is under way: the versions of the watched gradients before it, the factors of its
-        # losses, and whether the script passes the gradients of the losses itself.
-        self._versions: dict[Any, Version] = {}
-        self._factors: tuple[float, ...] = ()
-        self._has_own_gradients = False
-        self._is_suspected = False  # whether a loss has seemed unscaled: from then on, factors are searched for
+        # about the backward pass that is under way
+        self._versions: dict[Any, Version] = {}  # of the watched gradients before it
+        self._factors: tuple[float, ...] = ()  # of its losses
+        self._has_own_gradients = False  # whether the script passes the gradients of its losses
+        # Whether a loss has seemed unscaled in this run. The graphs of later losses are searched for factors.
+        self._is_suspected = False
 
     def note_step(self, optimizer: Any) -> None:
         """Note that a GradScaler has taken or skipped a step of an optimizer."""
@@ -85,7 +85,7 @@ class UnscaledLosses:
             if version is None or version == before:
                 continue
             watched = self._watched[optimizer]
-            if before is None:  # the pass has made the gradient: earlier passes do not matter any more
+            if before is None:  # the pass has made a new gradient, so passes before zero_grad() do not matter any more
                 watched.passed_at, watched.factors, watched.is_explained = "", (), False
             elif before[0] != watched.gradient_id:
                 watched.is_explained = True
@@ -101,11 +101,11 @@ class UnscaledLosses:
         return {optimizer: read_version(watched.parameter) for optimizer, watched in self._watched.items()}
 
     def find_unscaled(self, scaler: Any, optimizer: Any) -> str:
-        """Return the line of an unscaled backward pass whose gradients a GradScaler is about to divide by its scale; ""
-        if there is none, or a loss of these gradients was scaled by a scaler or by the script.
+        """Return the line of the first unscaled backward pass, if a GradScaler is about to unscale gradients that only
+        unscaled losses have made. Else return "".
 
-        Return "" for the first such loss of the run, because its graph was not searched for a factor. Waits for the
-        device, to read the scale, only if no scaler has scaled the loss.
+        The first such loss of the run also gives "", because its graph was not searched for a factor of the script. For
+        later ones, reading the scale waits for the device.
         """
         watched = self._watched.get(optimizer)
         if watched is None or not watched.passed_at or watched.is_explained:
@@ -115,7 +115,8 @@ class UnscaledLosses:
             return ""
         if not self._is_suspected:
             self._is_suspected = True
-            watched.is_explained = True  # perhaps by a factor: `scaler.step` calls `unscale_`, which asks again
+            # no report for these gradients, although `scaler.step` calls this function again, from `unscale_`
+            watched.is_explained = True
             return ""
         scale = scaler.get_scale()
         if scale <= 1 or any(math.isclose(factor, scale) for factor in watched.factors):

@@ -65,7 +65,7 @@ class WholeScript:
         return self._thread.region is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Patch the functions around which the region begins, is disabled or restored, and `Tensor.numpy`."""
+        """Patch the functions that need the region, or that must run without it."""
         patcher = Patcher()
         undo.callback(references.undo, [patcher], ())
         patcher.install(
@@ -149,8 +149,8 @@ class WholeScript:
         return enter
 
     def _restore_after_inference(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `torch.inference_mode.__exit__` that enables autocast again, if the region began in the block that
-        ends: torch restores the autocast state from before the block.
+        """Return a `torch.inference_mode.__exit__` that enables autocast again. At the end of an inference_mode block,
+        torch restores the autocast state from before the block: disabled, if the region began inside the block.
         """
 
         def leave(mode: Any, *error: Any) -> None:
@@ -159,15 +159,16 @@ class WholeScript:
             self._thread.inference_depth = max(self._thread.inference_depth - 1, 0)
             if not self._thread.began_in_inference:
                 return
-            self._thread.began_in_inference = self._thread.inference_depth > 0
+            self._thread.began_in_inference = self._thread.inference_depth > 0  # the block around this one ends later
+            # not in a torch.autocast block of the script inside the region, which has an autocast state of its own
             if self._thread.region is not None and not self._thread.is_disabled_for_step and get_autocast_depth() == 1:
                 torch.set_autocast_enabled(self._thread.region.device, True)
 
         return leave
 
     def _enter_before_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `torch.utils.checkpoint.checkpoint` that enters the region first: a checkpoint saves the autocast
-        state for its recomputation.
+        """Return a `torch.utils.checkpoint.checkpoint` that enters the region first, because a checkpoint saves the
+        autocast state and restores it when it computes the forward pass again.
         """
 
         @functools.wraps(original)

@@ -1,9 +1,8 @@
-"""`ContainerSearch`: finds the functions that are patched, in nested lists, tuples, sets and dicts, to put their
-replacements there. Also finds objects that hold such a function where it cannot be replaced.
+"""`ContainerSearch`: finds patched functions in nested lists, tuples, sets and dicts, to put their replacements there.
+Also finds objects that hold such a function where it cannot be replaced.
 
-Tensor classes with a `__torch_function__` often keep the functions that they handle in a dict or a set. torch passes
-them the function that was called. While the function is patched, that is the replacement, so the container must hold
-it, too.
+Tensor classes with a `__torch_function__` often keep the functions that they handle in a dict or a set. torch looks up
+the function that was called. While it is patched, this is the replacement, so the container must hold the replacement.
 """
 
 import gc
@@ -61,19 +60,18 @@ class ContainerSearch:
         """Search the containers among the values."""
         contents = _contents_of([entry.value for entry in self._unsearched], self._exchanges.visited)
         self._holds_any = not self._wanted.isdisjoint(map(id, contents))
-        # nearly always, no value holds such a function: one look at the contents of all is faster than one at each
+        # nearly always, no value holds such a function: one look at all contents is faster than one for each value
         if not self._holds_any:
             return
-        # A snapshot, in which values that this pass visits count as not visited: a tuple that several positions hold
-        # must be replaced in each.
+        # A snapshot, without the values that this pass visits: a tuple in several positions must be replaced in each.
         visited = frozenset(self._exchanges.visited)
         for entry in self._unsearched:
             if entry.holder is not None and self._holds_wanted(entry.value, visited):
                 self._search(entry.value, entry.holder, entry.key)
 
     def find_unreplaced(self) -> list[str]:
-        """Return the values that still hold a function, each as `prefix.name (its class)`. Call it after the exchanges
-        were written.
+        """Return the values that still hold a patched function, each as `prefix.name (its class)`. Call it after the
+        exchanges were written.
         """
         if not self._holds_any:
             return []

@@ -34,8 +34,8 @@ def redirect(
     A copy of a model may still hold replacements of an earlier session. Such references are redirected, too.
 
     Args:
-        functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` restores references
-            to these functions.
+        functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` also restores the
+            references that are redirected here.
 
     Returns the objects found that hold a function where it cannot be replaced, such as "mylib.ACTIVATIONS (deque)".
     """
@@ -55,10 +55,10 @@ def redirect(
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first. Then redirect to the originals the references to replacements that the program
-    has made itself while functions were patched: by `from torch import exp`, or by copying a model.
+    """Undo the patchers, last one first. Then redirect the remaining references to replacements to the originals.
 
-    If Ctrl-C interrupts this, call it again.
+    The program has made these references while functions were patched: by `from torch import exp`, or by copying a
+    model. If Ctrl-C interrupts this, call it again.
     """
     for patcher in reversed(patchers):
         patcher.undo()

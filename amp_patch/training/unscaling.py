@@ -30,7 +30,8 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     writes each gradient once.
 
     Gradients may be of any floating (16 bits or more) or complex dtype, dense or sparse (COO), on any devices. `scale`
-    and `found_inf` are 0-dim float32. Waits for a device only to copy them between it and a CPU.
+    and `found_inf` are 0-dim float32. Waits for a device only if gradients are on a GPU and `scale` or `found_inf` on
+    the CPU, or the other way round.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -50,7 +51,7 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
 def rescale_(gradients: Sequence[Tensor], scale: Tensor) -> None:
     """Multiply `gradients` by `scale` (0-dim float32), so that a backward pass of a loss scaled by it may add to them.
 
-    Waits for a device only to copy `scale` between it and a CPU.
+    Waits for a device only if gradients are on a GPU and `scale` on the CPU, or the other way round.
     """
     for values in _group_values(gradients):
         foreach_mul_(values, scale.to(values[0].device))
@@ -84,7 +85,7 @@ def either(left: Tensor | None, right: Tensor) -> Tensor:
 def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose gradients hold inf or NaN.
 
-    Waits for the device; if there may be such a parameter, once more for each gradient.
+    Waits for the device once, or, if the sum of a gradient is inf or NaN, once for each gradient in addition.
     """
     with_values: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
@@ -112,7 +113,8 @@ def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _sum_norms_of(values: list[Tensor]) -> Tensor:
-    # in 16 bits, the square of a finite number may be infinite; torch refuses to narrow float64
+    # In 16 bits, the square of a finite number may be infinite, so 16-bit norms are computed in float32. The dtype of
+    # float64 norms stays, because torch refuses a smaller one.
     dtype = torch.promote_types(values[0].dtype, torch.float32)
     return torch.stack(foreach_norm(values, 2, dtype=dtype)).sum().to(torch.float32)
 
@@ -157,8 +159,10 @@ def have_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
 
 def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
-    masters, and set the parameters' gradients to None. Without a scale, a split master that is not in float32 now
-    (`ClosedMaster`) may take over the 16-bit gradient, if it has none.
+    masters, and set the parameters' gradients to None.
+
+    Without a scale, a closed split master (`ClosedMaster`) that has no gradient takes over the 16-bit gradient itself,
+    if nothing else uses its memory.
 
     Args:
         pairs: each parameter with its master.
@@ -168,7 +172,8 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     """
     unmoved = [pair for pair in pairs if pair[0].grad is not None]
     sizes = [master.numel() for _, master in unmoved]
-    # the largest first: for a moment a gradient exists in 16 bits and in float32, and this keeps the peak memory low
+    # On a CPU without a scale, gradients are converted one by one, and each is in memory twice for a moment. Converting
+    # the largest first, while few others are in float32, keeps the peak memory low.
     largest_first = sorted(range(len(unmoved)), key=sizes.__getitem__, reverse=True)
     masters: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -199,8 +204,8 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
 
 
 def _is_alone(gradient: Tensor) -> bool:
-    """Return whether nobody else holds the memory of a gradient. DistributedDataParallel writes the next gradients into
-    memory that it has handed out.
+    """Return whether nothing else holds the memory of a gradient. If DistributedDataParallel does, it writes the
+    gradients of the next step there.
     """
     lone = torch.empty((), device="cpu")
     own_uses = get_storage_uses(get_storage_address(lone))  # of a tensor whose memory nobody else holds

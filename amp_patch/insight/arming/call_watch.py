@@ -40,10 +40,10 @@ class _ThreadState(threading.local):
 
     Attributes:
         root: the outermost module that runs; None between calls of models.
-        depth: the number of calls of `root` that run: a module may call itself.
-        call: the call of `root` that is written; None if it is not written.
-        is_following: whether calls of functions are written.
-        is_entered: whether the mode is on. While the mode handles a call of `backward`, it cannot be taken off.
+        depth: how many calls of `root` run at once, because a module may call itself.
+        call: the call of `root` on the tape; None if it was not written there.
+        is_following: whether calls of functions are written to the tape.
+        is_entered: whether the mode is on. It may stay on for a while after `is_following` has become False.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,8 @@ class CallWatch:
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
-    # In the first call of a model, these two hooks run for every module of it. Later, `RootHooks` may stand for them.
+    # In the first call of a model, these two hooks run for each of its modules. In later calls, `RootHooks` may turn
+    # them off and use hooks of the model alone.
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
@@ -135,7 +136,7 @@ class CallWatch:
         elif local.root is module:
             if [called for called, _ in calls_under_way()].count(module) > 1:
                 local.depth += 1
-            else:  # torch calls no hook after an error that is no Exception: its call has ended, too
+            else:  # the last call of the module was ended by an error that is no Exception: torch calls no hook then
                 self._root_hooks.end()
                 self._note_entry(module, args, sys._getframe(1))
 
@@ -260,7 +261,8 @@ class CallWatch:
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
-        # A tensor that no call on the tape has made is held itself, and has been changed already.
+        # The tape holds a tensor itself if none of its calls has made it. It holds the changed tensor then: do not
+        # change it again.
         if traits.changes_first and (first is None or self._tape.find_maker(first) is None):
             return
         if first is None and not tensors_of((args, kwargs)):

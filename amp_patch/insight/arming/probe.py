@@ -45,8 +45,9 @@ _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
 
 _MOST_REPORTS = 5
 _MOST_REPEATED = 64
-"""The largest number of steps that are repeated in a run: a repetition takes longer than a step, and lasting trouble is
-the same in all of them. A step that stops the run is repeated nevertheless."""
+"""The most steps that are repeated in a run. A repetition takes longer than a step, and lasting trouble is the same in
+all of them. A step that stops the run is always repeated.
+"""
 
 
 class Armed(Probe):
@@ -88,15 +89,15 @@ class Armed(Probe):
         self._misuses: list[Record] = []
         self._told: set[tuple[object, ...]] = set()
         self._repeated = 0
-        self._stepping: int | None = None
-        self._step_on_tape = 0  # the step of the calls on the tape, once an optimizer has stepped after them
-        self._stepped: set[int] = set()  # ids of the optimizers that have stepped after the calls on the tape
-        self._noted_loss: int | None = None  # id of the scaled loss that was noted last
+        self._stepping: int | None = None  # id of the optimizer whose step has begun
+        self._step_on_tape = 0  # the number of the step that the calls on the tape belong to, once it is over
+        self._stepped: set[int] = set()  # ids of the optimizers that have stepped since the calls on the tape
+        self._noted_loss: int | None = None  # id of the last scaled loss
         self._largest_weight: float | None = None  # before the first step
         # by id of the optimizer: how often its weights had been written when its last step ended
         self._written: dict[int, int] = {}
         self._is_bad = False  # whether the step that has begun has trouble
-        self._has_stepped = False  # whether that step has changed the weights already
+        self._has_stepped = False  # whether that step has changed the weights already, as a step with a closure has
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -155,7 +156,8 @@ class Armed(Probe):
         if session is None or self.is_over:
             return
         self._watch.leave()
-        if self._tape.is_over and id(optimizer) in self._stepped:  # a step whose calls were not seen
+        # the same optimizer steps again, and none of the calls before this step was seen
+        if self._tape.is_over and id(optimizer) in self._stepped:
             self._tape.clear()
         if self._sampler is not None:
             self._sampler.look_at_gradients(optimizer)
@@ -204,7 +206,7 @@ class Armed(Probe):
         self._noted_loss = None
 
     def stop(self) -> None:
-        """Stop watching. If a loss since the last step is known not to be finite, repeat its calls first.
+        """Stop watching. First, if a loss since the last step was inf or NaN, repeat the calls that computed it.
 
         Harmless twice.
         """
@@ -229,7 +231,7 @@ class Armed(Probe):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        # a step that is taken although it is bad spoils the weights, and all that follows from them
+        # with "go", the bad step spoils the weights, so there is nothing left to watch
         if self._then == "stop" or (self._then == "go" and not trouble.is_skipped):
             self._disarm()
         if self._then == "stop":
@@ -320,13 +322,13 @@ class Armed(Probe):
         return self._step_on_tape if self._tape.is_over else self._count
 
     def _has_old_weights(self, optimizer: Optimizer) -> bool:
-        """Return whether nothing has written the weights of an optimizer since its last step, which had no trouble."""
+        """Return whether the last step of an optimizer had no trouble, and nothing has written its weights since."""
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record and print trouble. Return the report.
 
-        Do nothing and return "" if trouble at this place, or at `_MOST_REPORTS` others, was printed before.
+        Do nothing and return "" if a report about the same place was printed before, or `_MOST_REPORTS` reports.
         """
         # without a fault, the symptom stands for the place
         place: tuple[object, ...] = (record.symptom,)
@@ -352,7 +354,7 @@ class Armed(Probe):
 
 
 def _count_writes(optimizer: Optimizer) -> int:
-    """Return how often the weights of an optimizer were written in place, as far as torch counts it."""
+    """Return the sum of the version counters of an optimizer's weights, which torch raises at each write in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return sum(map(get_version, weights))  # an inference tensor, which has none, cannot be trained
 
@@ -383,9 +385,9 @@ def _print(text: str) -> None:
 def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
-    A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a
-    scale below 1, or, without such a scale, if a gradient is not finite. On a GPU, losses are read only without such a
-    scale. A report is printed to stdout.
+    With a dynamic loss scale, a step has gone wrong if it is the third skipped step in a row, or if it is skipped at a
+    scale below 1. Without one, it has gone wrong if a gradient is not finite. In both cases, it has gone wrong if its
+    loss is not finite; on a GPU, losses are read only without a dynamic loss scale. A report is printed to stdout.
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no

@@ -30,12 +30,13 @@ class Replayed:
     """The result of a replay, apart from the faults.
 
     Attributes:
-        differences: what was not as the first time, or could not be followed.
+        differences: sentences about what differed from the first time, or could not be followed.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        micro_batch: the number of a loss, from 0: the first fault came in its forward or backward pass. None if no
-            fault came in these passes.
+        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if
+            there was no fault.
         micro_batches: the number of losses in the step.
-        is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
+        is_repeated: False if this step was not repeated, because the previous step has made weights that are not
+            finite.
     """
 
     differences: list[str] = field(default_factory=list)
@@ -59,7 +60,8 @@ class Replay:
         self._session = session
         self._tracer = tracer
         self._results: dict[int, list[Tensor]] = {}  # of the repeated calls, by the id of the call
-        self._cut: dict[int, Tensor] = {}  # by the id of a tensor whose graph is not on the tape: the tensor detached
+        # Inputs whose graph is not on the tape, detached from it, by the id of the input.
+        self._cut: dict[int, Tensor] = {}
         self._scale = 1.0
         self._replayed = Replayed()
 
@@ -107,8 +109,8 @@ class Replay:
         return next(filter(None, map(find_obstacle, models)), "")
 
     def _find_assigned(self) -> list[tuple[Tensor, Made]]:
-        """Return the tensors whose gradients the script has assigned itself, such as results of `torch.autograd.grad`,
-        with what the tape knows of these gradients.
+        """Return the tensors to whose `.grad` the script has assigned a tensor itself, such as a result of
+        `torch.autograd.grad`, each with the call on the tape that has made the gradient.
         """
         gradients = [(holder, holder.grad) for holder in self._holders() if holder.grad is not None]
         makers = [(holder, self._tape.find_maker(gradient)) for holder, gradient in gradients]
@@ -171,15 +173,14 @@ class Replay:
             self._note("an input was changed in place after it was used")
         if not has_graph(tensor):
             return tensor
-        # the graph of the tensor is gone, or the repetition would use it up: cut the tensor from it
+        # The graph of this tensor may be freed already. If not, the repetition would free it for the script. So detach.
         if id(tensor) not in self._cut:
             self._cut[id(tensor)] = tensor.detach().requires_grad_()
         return self._cut[id(tensor)]
 
     def _find_patched(self, function: Any) -> Any:
-        """Return what stands in place of a function of torch now: its patch, which casts and which the tracer covers.
-
-        Return the function itself if it is not patched.
+        """Return the function to call for a function on the tape: its replacement, if it is patched now. It casts, and
+        the tracer sees its calls.
         """
         for owner, name, original, replacement in self._session.patcher.attributes():
             if function is original or function is replacement:
@@ -268,10 +269,11 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context manager around a repetition: restore gradients, buffers, attributes of modules, and random numbers after.
+    """Context manager for a repetition. Afterwards, it restores gradients, buffers, attributes of modules, and random
+    numbers.
 
-    In the block, gradients start as None, buffers are copies, masters take no edits of weights, no watcher gets events,
-    and nothing is compiled.
+    In the block, gradients start as None, buffers are copies, masters do not follow edits of weights, watchers get no
+    events, and nothing is compiled.
     """
     modules = {id(module): module for model in models for module in model.modules()}
     states = [ModuleState(module, copies=False) for module in modules.values()]

@@ -1,4 +1,5 @@
-"""Reads and restores the state on which a call of a model depends beside its arguments, so that it can be repeated.
+"""Reads and restores the state on which a call of a model depends, apart from its arguments, so that it can be
+repeated.
 
 This state is the settings of the thread, the generators of random numbers, and the attributes of modules.
 """
@@ -150,7 +151,7 @@ class ModuleState:
         buffers = get_own_buffers(self.module)
         buffers.clear()
         buffers.update(self._buffers)
-        # copies of copies, because a model may be called with this state several times
+        # copy again, because a call may change the buffers, and this state may be restored several times
         buffers.update({name: _copy(value) for name, value in self._values.items()})
 
     def set_scratch_buffers(self) -> None:

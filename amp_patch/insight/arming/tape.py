@@ -47,15 +47,14 @@ class Call:
         random: the state of the generators of random numbers before the call; None for a call that draws none.
         states: the states, before the call, of the modules that the call may have changed.
         changes_first: whether the call changes its first argument in place.
-        is_kept: whether the call matters although none of its results is alive: a loss, or a backward pass.
+        is_kept: whether the call must be repeated even if none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
-        graph_sources: the sources whose results have a graph, through which a backward pass goes.
-        is_cut: whether an argument, or an argument of a source, has a graph from code whose calls are not on the tape.
+        graph_sources: the sources through which a backward pass from the result goes: their results have a graph.
+        is_cut: whether the graph of the result has a part that was made by code whose calls are not on the tape.
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
         scale: for a loss, a function that returns the loss scale.
-        arrived: for a backward pass through code whose calls are not on the tape: the results of models, each with the
-            gradient that it got.
+        arrived: for a backward pass through such a part: the results of models, each with the gradient that it got.
         obstacle: why the call cannot be repeated; "" if it can be.
         has_raised: whether a call of a model has raised an error. True until the call has ended.
         is_training: the mode of a model, which the script may change after the call.
@@ -106,9 +105,9 @@ class Given:
 class Tape:
     """The calls of a step, in order.
 
-    They stay after the step, until the next call: another optimizer may step with gradients of the same calls. Even
-    then, calls are set aside whose results may still go backward. They come back if a call of a later step uses them: a
-    GAN calls its generator once, for the steps of both optimizers.
+    The calls stay on the tape after the step, because another optimizer may step with gradients of the same calls. The
+    next call forgets them, except those whose results may still go backward. These are set aside, and come back if a
+    later call uses their results. For example, a GAN calls its generator once, for the steps of both optimizers.
     """
 
     def __init__(self) -> None:
@@ -142,7 +141,7 @@ class Tape:
                 self._makers[key] = reference, named
 
     def _bring_back(self, call: Call) -> None:
-        """Write an earlier call that was set aside, after the calls that made its arguments."""
+        """Put a call that was set aside back on the tape, after the calls that made its arguments."""
         if self._unused.pop(id(call), None) is None:
             return
         for source in call.sources:
@@ -168,7 +167,7 @@ class Tape:
         self.calls.append(call)
 
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
-        """Note the tensors that a call has returned. The call counts as their maker, also if it works in place."""
+        """Note that a call has made these tensors. A call in place counts as the maker, too."""
         for position, tensor in enumerate(results):
             # torch.utils.swap_tensors refuses a parameter that has a weak reference
             if type(tensor) is not Tensor and isinstance(tensor, Parameter):
@@ -224,7 +223,9 @@ class Tape:
         return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
-        """Keep the gradient of a model's result, if code whose calls are not on the tape took part. A tensor hook."""
+        """Tensor hook of a model's result: keep its gradient, if it came through code whose calls are not on the
+        tape.
+        """
         last = self.calls[-1] if self.calls else None
         if last is not None and last.kind is Kind.BACKWARD and last.is_cut:
             last.arrived.append((made, gradient.detach()))
@@ -232,7 +233,7 @@ class Tape:
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop the calls whose results are gone and on which no other call depends, such as calls of a validation."""
+        """Drop the calls whose results were freed and which no other call needs, such as calls of a validation."""
         needed: set[int] = set()
         kept: list[Call] = []
         for call in reversed(self.calls):
@@ -286,7 +287,7 @@ def has_graph(tensor: Tensor) -> bool:
     """Return whether a tensor has a `grad_fn`."""
     try:
         return tensor.grad_fn is not None
-    except RuntimeError:  # a view that was made without gradients, whose base was changed, as by `init.orthogonal_`
+    except RuntimeError:  # torch refuses to tell for a view made under no_grad whose base was changed since
         return False
 
 

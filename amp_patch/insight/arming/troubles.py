@@ -14,8 +14,8 @@ from ...session import Session
 from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
-"""This many skipped steps in a row are trouble. Fewer are a dynamic loss scale's search for a value that fits, as long
-as it is at least 1 and no loss is known to be inf or NaN.
+"""This many skipped steps in a row are trouble. Fewer are normal: a dynamic loss scale searches for a value that fits.
+A skipped step is trouble in any case at a scale below 1, and with a loss of inf or NaN.
 """
 
 
@@ -41,9 +41,9 @@ class _Skips:
         self._pending: deque[HostCopy] = deque()
 
     def add(self, flags: Iterable[Tensor]) -> bool | None:
-        """Note the flags of a step. Return whether it is skipped; None if the host does not know yet."""
+        """Note the overflow flags of a step. Return whether it is skipped; None if the host does not know yet."""
         self._pending.append(HostCopy(list(flags)))
-        # in the order of the steps, which `in_a_row` needs
+        # count in the order of the steps, because `in_a_row` depends on it
         while self._pending and self._pending[0].is_known():
             is_skipped = self._count()
         return None if self._pending else is_skipped
@@ -92,9 +92,8 @@ class TroubleWatch:
         self._of_step: list[Tensor] = []  # losses on other devices than a CPU
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss of one element. On a CPU it is read now.
-
-        On other devices, `judge` reads it once it finds inf or NaN, but not under a dynamic loss scale.
+        """Note a loss, if it has one element. On a CPU, read it now. On other devices, `judge` reads it if it finds inf
+        or NaN, and never under a dynamic loss scale.
         """
         if loss.numel() != 1:
             return
@@ -113,9 +112,8 @@ class TroubleWatch:
             self._losses.bad = value
 
     def smallest_loss(self) -> float:
-        """Return the smallest of the finite losses that were read, and of the first loss on a device; inf without one.
-
-        Waits for the device.
+        """Return the smallest finite loss that was read, or the first loss on a GPU if that is smaller. Return inf if
+        there is none. Waits for the device.
         """
         first = self._losses.first
         return self._losses.smallest if first is None else min(self._losses.smallest, float(first))
@@ -137,7 +135,7 @@ class TroubleWatch:
             return self._judge_skips(session, optimizer, flags)
         is_due = self._steps[id(optimizer)] % self._every == 0
         self._steps[id(optimizer)] += 1
-        # flags of a static scale do not skip the step, but show what a norm would
+        # the flags of a static scale do not skip the step, but they show inf and NaN, so no norm is needed
         if self.bad_loss is None and is_due:
             is_bad = any(map(bool, flags)) or _has_bad_values(optimizer, self._of_step, has_flags=bool(flags))
             for value in self._of_step if is_bad else ():
@@ -176,8 +174,8 @@ def _ordinal(number: int) -> str:
 def _has_bad_values(optimizer: Optimizer, losses: list[Tensor], *, has_flags: bool) -> bool:
     """Return whether a gradient of an optimizer or a loss is not finite.
 
-    Waits once for each device, and more often if their sum is not finite. With `has_flags`, only losses are looked at,
-    because the flags tell of gradients.
+    Waits once for each device, and more often if there may be such a value. With `has_flags`, looks only at losses,
+    because the flags show whether a gradient is not finite.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [value.reshape(()).float() for value in losses]

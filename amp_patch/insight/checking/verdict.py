@@ -19,8 +19,8 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's counts as another script if it shares less of the calls of ops with
-the contract. The dtypes of the calls do not matter.
+"""A script whose name is not the one in the contract counts as another script if it has less than this share of its
+calls of ops in common with the contract. The dtypes of the calls do not matter.
 """
 
 GROWN = 2.0
@@ -157,9 +157,8 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_cause(pair: Moved) -> bool:
-    """Return whether an op with other dtypes is the cause itself: its rule differs, or it got the same dtypes.
-
-    Otherwise it only got arguments in other dtypes from ops before it.
+    """Return whether an op decides on its other dtypes itself: its rule differs, or its arguments have the same dtypes
+    as before. Otherwise, ops before it have given it arguments in other dtypes.
     """
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 

@@ -15,13 +15,15 @@ WITHIN = 2.0
 """A difference up to this multiple of the noise is within noise."""
 
 ALIKE = 1e-2
-"""A difference of at most this share of the reference's loss means nothing, unless it is large beside the gain."""
+"""A difference of at most this share of the reference's loss means nothing, unless it is large compared with the
+gain.
+"""
 
 ALIKE_IN_SEEDS = 1e-3
 """The same share for runs from at least `SEEDS` seeds. One seed cannot show such small differences."""
 
 ALIKE_IN_GAIN = 0.1
-"""A difference is large beside the gain if it is above this share of the gain."""
+"""A difference is large compared with the gain if it is above this share of the gain."""
 
 # ALIKE_IN_GAIN, RESOLVED and OFF were chosen by measurements of the first 50 steps, at O1, O2, O4 and O5.
 # Trainings without a fault (examples/, the training of docs/levels.md, GPTs, a transformer, a GAN, a VAE, convolutions
@@ -34,19 +36,21 @@ LEARNED = 10.0
 """The reference has learned something if it gained more than this multiple of the noise."""
 
 RESOLVED = 20.0
-"""A difference that is large beside the gain is judged only if the gain is more than this multiple of the
-difference of the first losses. This difference counts as rounding, because the runs start from equal weights.
+"""A difference that is large compared with the gain is judged only if the gain is more than this multiple of the
+difference of the first losses. The first losses differ by rounding alone, because the runs start from equal weights.
 """
 
 OFF = 0.3
-"""A run is worse if the gradients of a layer have a finite relative error above this in the first step."""
+"""A run is worse if the relative error of a layer's gradients in the first step is above this, and finite."""
 
 DROPPED = 0.05
-"""A run is worse if it drops more than this share of its batches, and more than one. No step uses a dropped batch."""
+"""A run is worse if it drops more than this share of its batches, and more than one batch. A batch is dropped if no
+step uses it.
+"""
 
 MOST_SKIPS = 20
-"""A loss scale that starts at 2**16 usually fits after at most this many skipped steps. A run of more steps that skips
-them all is worse.
+"""A loss scale that starts at 2**16 usually fits after at most this many skipped steps. A run is worse if it skips all
+of its steps, and these are more than this.
 """
 
 WITHIN_NOISE = "within noise"
@@ -58,8 +62,8 @@ SEEDS = 3
 """From this number of seeds on, their spread shows whether a difference means something."""
 
 CLEAR, CLEAR_OF_NOISE = 0.1, 10.0
-"""A difference does not count as chance if it is above `CLEAR` times the loss, or the gain if that is smaller, and
-above `CLEAR_OF_NOISE` times the noise.
+"""A difference is too large for chance if it is above `CLEAR` times the loss (or times the gain, if that is smaller),
+and above `CLEAR_OF_NOISE` times the noise.
 """
 
 _ALIKE_IN_COST = 0.05  # times and memory that differ by a smaller share count as equal
@@ -166,7 +170,7 @@ class Assessment:
         return self._judge_gain()
 
     def _judge_gain(self) -> str:
-        """Return a verdict if the reference has learned too little to judge by its losses; else ""."""
+        """Return the verdict "not judged" if the reference has learned too little to compare losses; else ""."""
         gained, noise = self._summary.gained, self._summary.noise
         if gained is None or noise is None:
             return ""
@@ -182,9 +186,9 @@ class Assessment:
         return ""
 
     def _count_dropped(self) -> int:
-        """Return how many batches more than in the reference are used by no step; 0 if they are only a few.
+        """Return how many batches no step uses; 0 if they are only a few.
 
-        In the reference, several batches may belong to each step, by gradient accumulation.
+        With gradient accumulation, a step uses several batches. How many is taken from the reference.
         """
         reference = self._reference_row
         if not (reference.batches and reference.steps and self.row.batches):
@@ -218,7 +222,7 @@ class Assessment:
         if self._difference > 0:
             direction = "higher"
         gained = self._summary.gained
-        # small beside a loss with a large constant, but not beside the gain
+        # small compared with a loss that has a large constant, but not compared with the gain
         if gained and ALIKE_IN_GAIN * gained < size < ALIKE * loss:
             return f"{direction} by {size / gained:.0%} of what {self._reference} gained"
         if loss and size / loss < 1e-4:

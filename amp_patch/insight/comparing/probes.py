@@ -50,7 +50,7 @@ class CurveProbe(Probe):
         steps: the number of steps to watch.
         is_noise: whether to move each weight by one unit in the last place, at first and after each step. The time that
             this takes does not count.
-        is_frozen: whether to put the weights of before the first step back after each step.
+        is_frozen: whether to restore the first weights after each step, so that the run learns nothing.
         on_end: called after the last step.
     """
 
@@ -127,10 +127,10 @@ class CurveProbe(Probe):
         self._step_started = self._read_clock()
 
     def _move_weights(self, optimizer: Optimizer) -> None:
-        """Move the weights of an optimizer by one unit in the last place, and leave this out of the time of the step.
+        """Move the weights of an optimizer by one unit in the last place. The time that this takes does not count.
 
-        Other weights stay, because a living graph may hold them: in a GAN, the generator's graph lives while the
-        discriminator steps.
+        The weights of other optimizers stay, because a backward pass may still need them: in a GAN, the generator goes
+        backward after the discriminator has stepped.
         """
         begun = self._wait_and_read_clock()
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -213,7 +213,7 @@ class _FirstWeights:
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
-        """Put the weights of this optimizer back. Leave others alone: a graph that is still alive may hold them."""
+        """Put the weights of this optimizer back. Leave those of others alone: a backward pass may still need them."""
         for weight, value in self._kept.get(id(optimizer), ()):
             weight.copy_(value)
         current.require().sync()
@@ -242,9 +242,9 @@ def _nudge(session: Session, weights: Iterable[Tensor], seed: int = 0) -> None:
 class LayerProbe(Probe):
     """Samples layers in the first step of a run, and measures the memory of the second.
 
-    In the first step, it also notes which ops have results in 16 bits. With `has_errors`, it measures instead the error
-    that 16 bits would add to each op. Without `has_errors`, it then follows the updates of 16-bit tensors in the
-    `UPDATES` steps after the second.
+    In the first step, it also notes which ops have results in 16 bits. After the second step, it follows the updates of
+    16-bit tensors for `UPDATES` steps. With `has_errors`, it does neither: in the first step, it measures the error
+    that 16 bits would add to each op.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
     in its first call with gradients, and of the unscaled gradients of its weights. The gradients are also counted by

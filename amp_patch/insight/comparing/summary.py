@@ -16,8 +16,8 @@ LAST_STEPS = 20
 
 
 MOST_KEPT = 0.5
-"""If a larger share of the elements of lost updates is stored, a verdict gives the error of the updates, and not this
-share.
+"""A verdict gives the share of updates that are stored, if it is at most this. If it is larger, the verdict gives the
+error of the updates instead.
 """
 
 
@@ -83,7 +83,9 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the curves of a run by seed; with `is_noise`, of its variant whose weights were moved in each step."""
+        """Return the curves of a run by seed. With `is_noise`, return those of its variant whose weights are off by one
+        unit in the last place.
+        """
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
 
@@ -133,8 +135,8 @@ class Summary:
     def noise(self) -> float | None:
         """The difference of losses if weights are off by one unit in the last place; None if not measured.
 
-        For each seed, it is the mean over all steps or over the last ones, whichever is larger. The result is the mean
-        over seeds, but at least the rounding of a loss.
+        For each seed, take the mean over all steps or over the last steps, whichever is larger. The noise is the mean
+        over the seeds, but at least the rounding error of a loss in float32.
         """
         means = []
         for of_seed in self.differences(self.about.reference, is_noise=True):

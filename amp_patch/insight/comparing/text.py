@@ -130,7 +130,9 @@ def _show(value: float | None, form: str) -> str:
 
 
 def _show_kept(run: ComparedRecord) -> str:
-    """Return the share of updates that is kept or wrong, such as "7% (fc.weight)" or "66% off (gnn.py:20)"."""
+    """Return the share of updates that is kept, or the error of the updates, with the tensor that loses most: "7%
+    (fc.weight)" or "66% off (gnn.py:20)".
+    """
     kept = _show(run.kept, ".0%")
     if is_off(run):
         kept = f"{_show(run.update_error, '.0%')} off"
@@ -170,7 +172,7 @@ def judge_runs(comparison: Summary) -> list[Judged]:
 def _name_trace(run: str, command_of_compare: str) -> str:
     """Return the command that traces a run, without the script: "amp-patch trace --opt-level O4" for O4.
 
-    The name of a run does not tell the folders of its lists, so they are not spelled out.
+    The paths of the lists are left out, because the name of a run has only their file names.
     """
     level, *lists = run.partition(" (")[0].split("+")  # runs at the same level are "O4", "O4 (2)", ...
     command = "amp-patch trace"
@@ -222,15 +224,15 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
     if has_zeros:
         zero = "zero: gradients in the first step that become zero in the low dtype"
         if _have_scales(rows):
-            zero += ", without a loss scale and with the scale of the last step"
+            zero += ": first without a loss scale, then with the scale of the run's last step"
         yield zero
     yield "worst op: the op that adds the most error in 16 bits, from the inputs that it has in the first step"
     for worst, names in _group_worst(rows).items():
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
         yield (
-            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where"
-            " too much is lost"
+            "updates kept: the share of the changes of 16-bit tensors that rounding does not lose, or the relative"
+            " error of these changes"
         )
     for row in rows:
         if row.run.kept_worst:

@@ -49,9 +49,10 @@ class _OutputHook(OwnedHook):
 
 @dataclass(slots=True)
 class _Row:
-    """What a row of the sheets stands for. `owner` is the module; None: a value or a loss scale.
+    """What a row of the sheets measures.
 
-    Of a parameter, the owner is its module: torch cannot swap tensors that have weak references.
+    `owner` is the module; for a gradient, the module of the parameter, because torch cannot swap a parameter that has a
+    weak reference. None for a value or a loss scale.
     """
 
     subject: FlightKind
@@ -70,9 +71,9 @@ class _Sample(NamedTuple):
 class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
-    Whoever drives it tells it of each step: `begin_step`, `look_at_gradients` before each optimizer's step, `end_step`.
-    A sampled step usually takes two launches for each output of a module and each gradient, six for the step, one for
-    each loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
+    Its user calls `begin_step`, `look_at_gradients` before the step of each optimizer, and `end_step`. A sampled step
+    usually takes two launches for each output of a module and each gradient, six for the step, one for each loss scale,
+    and two for each further call of a module. Nothing waits for the device, except on mps.
 
     Not sampled are, for example, modules inside of compiled code, replicas of DataParallel, calls without gradients in
     eval mode, and what a checkpoint computes again.
@@ -152,8 +153,8 @@ class Sampler:
             self._sheets[device].begin()
 
     def look_at_output(self, row: int, module: nn.Module, output: Any) -> None:
-        """Measure the output of a module, except a tensor that was measured just before: a container that returns the
-        tensor of its last module has no sample of its own.
+        """Measure the output of a module. Leave out a tensor that was measured just before: a container may return the
+        output of its last module.
         """
         if not self._is_watching() or not (module.training or torch.is_grad_enabled()):
             return
@@ -191,7 +192,7 @@ class Sampler:
                             self._measure(row, values, scale)
 
     def end_step(self, step: int) -> None:
-        """End a step. If it was sampled, its numbers begin their way to the host."""
+        """End a step. If it was sampled, begin to copy its numbers to the host."""
         if not self._is_sampling:
             return
         self._remove_hooks()
@@ -275,7 +276,7 @@ class Sampler:
 
     def _measure(self, row: int, tensor: Tensor, scale: Tensor | None = None) -> None:
         sheet = self._find_sheet(tensor.device)
-        if row >= sheet.rows:  # beyond the spare rows: from the next sampled step on
+        if row >= sheet.rows:  # no spare row is left; the next sampled step has larger sheets
             return
         dtype = self._rows[row].dtype = short(tensor.dtype)
         if dtype in LARGEST:

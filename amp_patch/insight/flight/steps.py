@@ -20,7 +20,7 @@ from .sampler import Sampler
 
 
 class StepFollower(events.Watcher):
-    """Follows the steps of optimizers: by the events of a session that has bound them, else by hooks.
+    """Follows the steps of optimizers: by the events of the session to which they belong, or else by hooks.
 
     Args:
         sampler: samples the steps.
@@ -42,7 +42,7 @@ class StepFollower(events.Watcher):
         self._scalers: list[Any] = []
         self._counter = StepCounter()
         self._step = 0
-        self._told: Optimizer | None = None  # whose step a session reports; hooks do nothing until the step ends
+        self._told: Optimizer | None = None  # the optimizer whose step a session has reported, until the step ends
         self._has_stepped = False
 
     def open(self, undo: UndoStack) -> None:
@@ -160,7 +160,7 @@ class StepFollower(events.Watcher):
 
 
 class _ScalerStep:
-    """The `step` of a GradScaler while a recorder is attached. A deep copy or a pickle of it is torch's `step`."""
+    """The `step` of a GradScaler while a recorder is attached. Copied or pickled, it becomes torch's own `step`."""
 
     def __init__(self, follower: StepFollower, scaler: Any) -> None:
         self._follower = follower

@@ -42,8 +42,8 @@ class _Stale:
     """The uses of old copies at one line.
 
     Attributes:
-        step, name, op, module, dtype: the step, weight, op, module and 16-bit dtype of the first use.
-        steps, names: the steps with a use, and the names of the weights.
+        step, name, op, module, dtype: of the first use: the step, the weight, the op, the module and the 16-bit dtype.
+        steps, names: of all uses: the steps, and the names of the weights.
     """
 
     step: int
@@ -80,7 +80,9 @@ class CopyWatch:
                     self._check(op, tensor)
 
     def _note_cast(self, op: Op) -> None:
-        """Note a copy, unless the line of the script names a 16-bit dtype: then it may keep old copies on purpose."""
+        """Note a copy, unless the line that makes it names a 16-bit dtype. Such a script may keep an old copy on
+        purpose.
+        """
         weight, copy = op.args[0], op.result
         is_of_weight = isinstance(weight, Tensor) and weight.requires_grad and weight.is_leaf
         if not is_of_weight or copy.dtype not in LOW_DTYPES or not storage_of(copy) or names_dtype():
@@ -92,7 +94,7 @@ class CopyWatch:
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 
     def _check(self, op: Op, tensor: Tensor) -> None:
-        """Note a tensor that an op of the script reads, if the tensor is an old copy."""
+        """Note the use of an old copy, if the tensor is one. An op of the script reads the tensor."""
         storage = tensor.untyped_storage()
         known = self._copies.get(id(storage))
         if known is None:

@@ -40,10 +40,10 @@ class _Finding:
     """The losses of one cause at one line.
 
     Attributes:
-        place: the place of the first loss; before a loss, of the first check.
+        place: the place of the first loss, or, until there is one, of the first check.
         dtype: the 16-bit dtype; None until a loss was found.
         steps: the steps with a loss.
-        passed: the steps in which the line was checked, and a call had no loss.
+        passed: the steps in which a call at the line was checked and had no loss. Another call may have had one.
         kept, error, used, tensor, regions: as in `QuietRecord`.
     """
 
@@ -63,7 +63,7 @@ class Findings:
 
     Attributes:
         step: the number of the step that runs.
-        get_models: returns the models with the modules that rules of lists can name.
+        get_models: returns the models whose modules a module rule can name.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,10 @@ class Findings:
         tensor: str = "",
         culprit: Culprit | None = None,
     ) -> None:
-        """Note a loss in this step. Of several, the smallest `kept`, the largest `error` and the first names stay.
+        """Note a loss in this step. If a line has several, the record gets the smallest `kept`, the largest `error` and
+        the first `used` and `tensor`.
 
-        `culprit`: the op that rounded the values, if a rule for its module may keep them.
+        `culprit`: the op that rounded the values, if a module rule may make it run in float32.
         """
         finding = self._known.setdefault((cause, place.site), _Finding(place))
         if not finding.steps:
@@ -109,8 +110,8 @@ class Findings:
     def records(self) -> list[QuietRecord]:
         """Return a record for each cause and line with a loss. These are left out:
 
-        1. a line that passed without a loss in more steps than it had a loss in;
-        2. a cancelled difference at a line that passed before its first loss, as in a training that has converged;
+        1. a line that had no loss in more steps than it had one in;
+        2. a cancelled difference at a line that had none in an earlier step: the training may have converged since;
         3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())

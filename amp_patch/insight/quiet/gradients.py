@@ -12,13 +12,13 @@ from ..written import Written
 from .findings import Findings, Place, place_of
 
 SMALLEST_NORMAL = 2.0**-14
-"""The smallest float16 number with full precision. Only results whose values are all smaller are looked at."""
+"""The smallest float16 number with full precision. Only results whose largest value is smaller are looked at."""
 
 LOST = 0.5
-"""An op loses its gradients if, of those that are not zero in float32, a larger share than this is zero in float16."""
+"""An op loses its gradients if more than this share of the elements that are not zero in float32 is zero in float16."""
 
 ZERO = 0.25
-"""A step loses gradients if at least this share of the gradients of its weights is zero, and an op has lost some."""
+"""Lost gradients are reported if at least this share of the gradient elements of a step is zero."""
 
 
 class GradientWatch:
@@ -33,8 +33,8 @@ class GradientWatch:
         self._lost_at: Place | None = None  # the first op since the last check that lost its gradients
 
     def look(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at the float16 results of an op of a backward pass. Do nothing once an op has lost its gradients, until
-        the next `check_step`.
+        """Look at the float16 results of an op of a backward pass. After an op that has lost its gradients, look at no
+        other until `check_step` is called.
         """
         if self._lost_at is not None:
             return

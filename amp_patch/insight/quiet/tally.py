@@ -12,27 +12,31 @@ from ..quiet_record import GRADIENTS, WEIGHT_DECAY, WEIGHTS, QuietCause, QuietRe
 from ..rules import short
 
 LOST, LOST_OF_STATE, LOST_IN_GRADIENT, LOST_IN_SUM = 0.7, 0.45, 0.1, 0.1
-"""A change is lost if its error, relative to the true change, is larger. The error is 1 if nothing is kept.
+"""A change counts as lost if its relative error (`Change.error`) is above the limit. The error is 1 if nothing is kept.
 
-The first limit is for weights, whose changes differ from step to step. The second is for other tensors, most of which
-add up changes of one sign: averages, statistics and counters. The third is for gradients that are summed over backward
-passes, and the last for a sum within one op.
+LOST is for weights, whose changes differ from step to step. LOST_OF_STATE is for averages, statistics and counters,
+most of which add up changes of one sign. LOST_IN_GRADIENT is for gradients that are summed over backward passes, and
+LOST_IN_SUM for a sum within one op.
 
-Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 that do not: the errors of weights are
-0.80 to 1 where they lose, else up to 0.60; those of states are 0.52 to 1 where they lose, else up to 0.41.
+Measured on the scripts of tests/support/quiet_faults.py, 44 that lose updates and 49 that do not. The errors of weights
+are 0.80 to 1 in scripts that lose, else up to 0.60. The errors of states are 0.52 to 1, else up to 0.41.
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if its norm in float32 is below this part of its own norm."""
+"""A tensor collects rounding errors, as in Kahan's sum, if it would be about zero without rounding: the norm of its
+float32 twin is below this part of its own norm.
+"""
 
 NEGLIGIBLE = 1e-6
-"""A tensor does not count if its mean squared change is at most this part of the largest of its source: it is noise."""
+"""A tensor is left out if the mean square of its change is at most this part of the largest mean square among the
+tensors of the same source. Such a change is noise.
+"""
 
 RECENT, FEW = 16, 3
-"""The number of last changes of a tensor that are kept, and the least number of them that shows that it is stuck."""
+"""How many of the last changes of a tensor are kept, and the least number of them whose sum is judged."""
 
 CONVERGED = 16
-"""A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
+"""A recent change of a weight is left out if its |true|^2 (see `Change`) is less than the largest one over this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,7 @@ class Source:
         site, op, module: the line of the script, the op, and the module that runs.
         optimizer: the class of the optimizer whose step runs; "" outside of steps.
         is_sum: whether one op may add many values to an element.
-        is_temporary: whether the tensor is made in the step that changes it. Only sums within one op are followed in
-            such tensors.
+        is_temporary: whether the tensor is made in the step that changes it. Then `is_sum` is True.
         role: "weights", the name of a state of the optimizer, "gradients" that are summed, or `WEIGHT_DECAY`; "" for
             other tensors.
     """
@@ -68,7 +71,7 @@ class Source:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for all changes that are reported together."""
+        """The key under which changes are added up. Changes with the same key are reported together."""
         if self.role:
             return self.optimizer, self.role
         return self.site, ""
@@ -79,11 +82,11 @@ class Change:
     """How a tensor changed, in one step or in several.
 
     Attributes:
-        along: <stored, true>, of the stored and the true change.
-        true, stored: |true|^2 and |stored|^2.
-        changed, kept: the number of elements whose true change is not zero, and of those among them whose stored change
-            is not zero, either.
-        is_rest: whether the tensor collects rounding errors: see `COMPENSATED`.
+        along: the dot product of the stored and the true change.
+        true, stored: the squared norms of the two changes, |true|^2 and |stored|^2.
+        changed: the number of elements whose true change is not zero.
+        kept: the number of these elements whose stored change is not zero.
+        is_rest: whether the tensor collects rounding errors (see `COMPENSATED`).
     """
 
     along: float
@@ -110,7 +113,7 @@ class Change:
 
     @property
     def power(self) -> float:
-        """The mean square of the true change of an element."""
+        """The mean square of the true change, over the elements that should change."""
         return self.true / self.changed
 
     @property
@@ -128,9 +131,10 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Return how a tensor changed, beside its change in float32; None if it would not change there.
+    """Compare the stored change of a tensor with the change in float32, the true one. Return None if the true change is
+    zero.
 
-    If a change is inf or NaN, the elements with such a change are left out. Waits for the device.
+    Elements whose change is inf or NaN are left out. Waits for the device.
     """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
@@ -159,9 +163,10 @@ class _OfTensor:
         total: the sum of all changes.
         recent: the last changes.
         largest: the largest |true|^2 of a change.
-        first, lost: the first step whose change was lost (-1 for none), and the number of such steps.
         looked: the number of steps with a change.
-        last, last_lost: the last step with a change, and the last one whose change was lost; -1 for none.
+        last: the last of these steps; -1 for none.
+        lost: the number of steps whose change was lost.
+        first, last_lost: the first and the last of these steps; -1 for none.
     """
 
     numel: int
@@ -176,7 +181,7 @@ class _OfTensor:
     last_lost: int = -1
 
     def add(self, step: int, change: Change) -> None:
-        """Add a change. A step may have several, as of the tensors that a line makes in a loop."""
+        """Add a change. A step may add several, for example if a line in a loop makes a tensor in each round."""
         self.total += change
         self.recent.append(change)
         self.largest = max(self.largest, change.true)
@@ -192,7 +197,7 @@ class _OfTensor:
         """Return the sum of all changes if it is lost, else the sum of the last ones; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
-        # Weights may change much less once a training has converged. Such changes do not count.
+        # once a training has converged, weights may change so little that losing it does no harm
         least = self.largest / CONVERGED if self.limit == LOST else 0.0
         relevant = [change for change in self.recent if change.true >= least]
         if len(relevant) < FEW:
@@ -234,7 +239,8 @@ class Tally:
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         all_changes = [changes for tensors in self.tensors.values() for changes in tensors.values()]
-        # A tensor with as many elements as one that collects rounding errors may have its errors collected there.
+        # Where a tensor collects rounding errors, they are added back to another tensor of the same size, which then
+        # loses nothing in the long run. Which tensor it is, is not known: leave out all of this size.
         compensated = {changes.numel for changes in all_changes if changes.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]

@@ -1,9 +1,9 @@
 """`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
-bits, the ops that change it run a second time in float32, on a float32 copy (its *twin*), as far as `BUDGET` allows.
-When a step of an optimizer begins or ends, the change of the tensor is compared with the change of its twin, the true
-one.
+bits, it is *followed*: the ops that change it run a second time, in float32, on a float32 copy of it (its *twin*). When
+a step of an optimizer begins or ends, the change of the tensor is compared with the change of its twin, which is the
+true change.
 """
 
 import weakref
@@ -26,28 +26,28 @@ from ..twins import Twins
 from .tally import Change, Source, Tally, compare_change
 
 BUDGET = 2**25
-"""The most elements of tensors that are followed in one step. Later steps follow the tensors that were left out, except
-tensors with more elements than this, which are never followed.
+"""The most elements that are followed in one step. Tensors that are left out have their turn in later steps. A tensor
+with more elements than this is never followed.
 """
 
 _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter", "lerp"}
     | {"scatter_add", "masked_fill", "where", "index_copy", "cumsum"}
 )
-"""Ops beside the pointwise ones whose results are followed outside of backward passes."""
+"""Ops whose results are followed outside of backward passes, in addition to pointwise ops."""
 
 
 _SUMS = frozenset({"index_add_", "scatter_add_", "index_put_", "put_", "scatter_reduce_", "_index_put_impl_"})
-"""Ops that may add many values to one element, and so lose some of these values within one call."""
+"""Ops that may add many values to one element. In 16 bits, a single call may lose some of these values."""
 
 
 class _Followed(NamedTuple):
     """A tensor whose change is followed in this step.
 
     Attributes:
-        tensor: the whole storage of the tensor, flat.
+        tensor: a flat view of the whole storage.
         before: a copy of `tensor` from before its first change.
-        shown: the tensor that was changed. Reports use its name.
+        shown: the tensor that the script changed, which may be a part of the storage. Reports use its name.
         source: the code that made the first change.
     """
 
@@ -91,8 +91,9 @@ class UpdateWatch:
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
-        self._done: set[int] = set()  # ids of the storages that were followed since the last step that left none out
-        self._is_full = False  # whether this step has left out a tensor that is not in `_done`
+        # Ids of the storages that have had their turn. They wait until a step has left out no other tensor.
+        self._done: set[int] = set()
+        self._is_full = False  # whether this step has left out a tensor that has not had its turn
         self._optimizer: Optimizer | None = None  # the optimizer whose step runs
         self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
         self.tally = Tally()
@@ -105,7 +106,7 @@ class UpdateWatch:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Optimizer, *, has_stepped: bool = False) -> None:
-        """Judge the changes before the step, such as summed gradients. Later changes are the optimizer's.
+        """Judge the changes from before the step, such as summed gradients. Changes from now on are the optimizer's.
 
         Args:
             has_stepped: whether the step is over already, because a step with a closure reports only its end. Then all
@@ -118,7 +119,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. None: they are of the optimizer of `begin_step`, if there was one."""
+        """Judge the changes since `begin_step`. They are made by `optimizer`, or else by the one of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -156,7 +157,8 @@ class UpdateWatch:
                 source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
             number = key
-            if source.is_temporary:  # the next step makes another tensor at this line
+            # each step makes a tensor of its own, with another id: the module stands for all of them
+            if source.is_temporary:
                 number = hash(source.module)
             self.tally.add(self.step, source, change, name, number, followed.tensor)
 
@@ -177,7 +179,7 @@ class UpdateWatch:
         return names
 
     def _keep_successors(self) -> None:
-        """Compare the results that are still alive with the older tensors that they may replace."""
+        """Compare each result that is still alive with the older tensor that it may replace."""
         for key, (reference, source) in self._made.items():
             storage = reference()
             if storage is None or key in self._followed:
@@ -198,7 +200,7 @@ class UpdateWatch:
         node = get_current_node()
         is_gradient = node is not None and "AccumulateGrad" in node.name()
         is_sum = overload.name in _SUMS
-        if node is not None and not is_gradient:  # a backward pass is only followed where it sums gradients
+        if node is not None and not is_gradient:  # in a backward pass, only the sums of gradients are followed
             return None
         written = list(_written_by(overload, args, kwargs))
         if written:
@@ -222,7 +224,10 @@ class UpdateWatch:
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is old (see `_is_old`) and not in 16 bits: a 16-bit copy of it is no loss."""
+        """Return whether a tensor is old (see `_is_old`) and wider than 16 bits.
+
+        Copying it to a 16-bit tensor loses no change, because the tensor itself keeps the true values.
+        """
         return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
@@ -231,7 +236,11 @@ class UpdateWatch:
             self._young.update(storage_of(tensor) for tensor in op.outputs() if tensor.is_floating_point())
 
     def _may_succeed(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether the result of an op may take the place of a tensor that outlives the step."""
+        """Return whether to follow an op that writes into no argument.
+
+        Its result may replace a tensor that outlives the step, as in `total = total + loss`. An op on lists of tensors
+        is followed if it computes with tensors that are followed already.
+        """
         if not overload.is_pointwise and overload.name not in _FOLLOWED:
             return overload.is_in_bulk and self._twins.has_any(args)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype in LOW_DTYPES]
@@ -240,13 +249,16 @@ class UpdateWatch:
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
 
     def _is_old(self, tensor: Tensor) -> bool:
-        """Return whether no op that was seen in this step made a tensor. False for a tensor without an address."""
+        """Return whether a tensor is older than this step: no op of the step has made it. False for a tensor without an
+        address.
+        """
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
     def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
-        """Begin to follow a tensor that is about to change: keep its values, unless it is not to be followed, is
-        followed already, or exceeds the budget.
+        """Begin to follow a tensor that is about to change: keep a copy of its values.
+
+        Do nothing if the tensor is followed already, is not to be followed, or exceeds the budget.
         """
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
@@ -303,7 +315,7 @@ class UpdateWatch:
             self._note_successor(op, outputs[0], site)
 
     def _note_decay(self, op: Op, site: Site) -> None:
-        """Count a weight decay whose factor is so close to 1 that every product rounds to the old weight."""
+        """Count a weight decay `weight.mul_(factor)` whose factor is so close to 1 that it changes no 16-bit weight."""
         if self._optimizer is None or op.overload.name not in ("mul_", "_foreach_mul_") or len(op.args) < 2:
             return
         factor = op.args[1]
@@ -316,12 +328,14 @@ class UpdateWatch:
                 self.tally.add_decay(self.step, type(self._optimizer).__name__, site.place, tensor, name)
 
     def _restart(self, tensor: Tensor) -> None:
-        """Take the present values of a tensor as the true ones, because random numbers cannot be drawn again."""
+        """Take the present values of a tensor as the true values, for example after an op that draws random numbers:
+        the twin cannot draw the same ones.
+        """
         if self._twins.find(tensor) is not None:
             self._twins.put(tensor, tensor.float())
 
     def _follow_bulk(self, op: Op) -> None:
-        """Follow an op on lists of tensors, such as `_foreach_add_`, at the positions where a tensor has a twin."""
+        """Follow an op on lists of tensors, such as `_foreach_add_`, for the tensors in the lists that have a twin."""
         lists = [arg for arg in op.args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         if not lists:
             return
@@ -376,7 +390,7 @@ class UpdateWatch:
                 return
 
     def _find_root(self, tensor: Tensor) -> Tensor | None:
-        """Return the older tensor from which a result of this step was computed, or None."""
+        """Return the older tensor that a result of this step may replace. None if `tensor` is no such result."""
         storage = tensor.untyped_storage()
         known = self._made.get(id(storage))
         if known is None or known[0]() is not storage:  # another storage may have got the id
@@ -384,7 +398,9 @@ class UpdateWatch:
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a result of an earlier step that replaces an older tensor: this step reads the result."""
+        """Count the change of a result that has replaced an older tensor. It has, if this step reads it: the script has
+        kept it since the step before.
+        """
         storage = tensor.untyped_storage()
         for successor in self._successors:
             if successor.storage() is storage and successor.source.site:

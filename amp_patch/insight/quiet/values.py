@@ -1,7 +1,12 @@
-"""`ValueWatch`: finds positions and times that collapse in 16 bits, and differences that are lost in rounding.
+"""`ValueWatch`: finds values in forward passes that 16 bits make useless: positions and times with too few digits, and
+differences of nearly equal values.
 
-It looks at forward passes. It follows values from the cast or the factory that rounds them to 16 bits, up to an op that
-small errors upset. Beside them, it computes the same values in float32. Values that require gradients are not followed.
+It measures some values, and estimates the error of others:
+
+* A *root* is a value without gradient that the script casts to 16 bits, or makes in 16 bits, as `torch.arange` does.
+  The root, and the values that are computed from it, are computed a second time in float32. They are *followed*.
+* A *coarse* value has 16 bits, or was computed from such a value by an op that keeps relative errors. Its rounding
+  error is estimated from its size and the 16-bit dtype.
 """
 
 import math
@@ -23,16 +28,16 @@ from ..written import Culprit, Written
 from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""The most elements of a value that is followed, and of the results of an op on it."""
+"""A larger root is not followed. Neither is an op on followed values whose results have more elements together."""
 
 DISTINCT = 0.75
-"""Evenly spaced values collapse if at most this share of them stays distinct."""
+"""Evenly spaced values are reported if at most this share of them stays distinct in 16 bits."""
 
 WRONG = 0.1
-"""Sines and cosines are wrong if their error, relative to the exact ones, is larger."""
+"""Sines and cosines are reported if their relative error is larger than this."""
 
 MISMATCHED = 0.01
-"""Integers and results of comparisons are wrong if a larger share of them differs."""
+"""Integers and results of comparisons are reported if more than this share of them differs from those in float32."""
 
 DROWNED = 0.06
 """A difference is lost in rounding if the rounding error of its operands is larger than this part of the difference.
@@ -41,12 +46,15 @@ Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it
 """
 
 UNLIKE = 0.25
-"""A result is lost in rounding if it differs by more than this part from the result without rounding before it."""
+"""A result is reported if its relative error is larger than this. The exact result is computed by running the ops just
+before it in float32, too.
+"""
 
 _ROUNDING = 0.2
-"""About the root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and that of the values."""
+"""The relative rounding error of a 16-bit value (root mean square) is about this times `torch.finfo(dtype).eps`."""
 
-_NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if their size is unknown
+_NEAR = 4.0
+"""A difference is examined only if it is this many times smaller than its operands, or if their size is unknown."""
 
 _MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
 """Ops whose 16-bit results are followed: ranges and running sums."""
@@ -65,27 +73,27 @@ _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
 """Ops that usually read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
-"""Ops that pass a lost difference on: the next op shows whether the loss does harm."""
+"""Ops whose result is as lost as their input. The op that reads the result shows whether the loss does harm."""
 
 _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
     {"_to_copy", "mul", "div", "neg", "gather", "index", "index_select", "cat", "clone", "bmm", "mm"}
 )
-"""Ops whose results have about the relative errors of their inputs."""
+"""Ops that make coarse values of coarse inputs: they keep relative errors about as they are."""
 
 _MOST_OPS = 8
-"""The most ops before a sine that are searched for the op that rounded its angle."""
+"""Of the ops that computed the angle of a sine, at most this many are searched for the one that rounded the angle."""
 
 
 class _Root(NamedTuple):
-    """The place of the op that rounded values to 16 bits, and the 16-bit dtype."""
+    """The place of the op that made a root, and its 16-bit dtype."""
 
     place: Place
     dtype: torch.dtype
 
 
 class _Difference(NamedTuple):
-    """A difference that is lost in rounding, kept until an op shows whether that does harm.
+    """A difference that is lost in rounding. It is reported if an op reads it for which the loss does harm.
 
     Attributes:
         place, dtype: the op that computed the difference, and the 16-bit dtype of the rounding.
@@ -105,8 +113,8 @@ class ValueWatch:
     """Looks at the ops of forward passes.
 
     Args:
-        storages: knows the op that wrote a storage last.
-        find_op: returns the op that wrote a value, for the `Written` of the value; None once it is no longer kept.
+        storages: knows the `Written` of each storage: the record of the op that wrote it last.
+        find_op: returns the op of a `Written`, or None if the op is no longer kept.
         findings: receives the losses.
     """
 
@@ -116,7 +124,8 @@ class ValueWatch:
         self._findings = findings
         self._exact = Twins()
         self._roots: dict[int, _Root] = {}  # by the id of the storage of a followed value
-        self._coarse: dict[int, torch.dtype] = {}  # values rounded to 16 bits: the dtype, by the id of the `Written`
+        # The 16-bit dtype of coarse values that have another dtype themselves, by the id of their `Written`.
+        self._coarse: dict[int, torch.dtype] = {}
         self._differences: dict[int, _Difference] = {}  # by the id of the `Written` of the result
 
     def end_step(self) -> None:
@@ -148,11 +157,11 @@ class ValueWatch:
     # ---- values that collapse ----------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, call: OpCall) -> bool:
-        """Begin to follow values that the script casts to, or makes in, 16 bits. Return whether the op gave any."""
+        """Begin to follow the result of an op if it is a root. Return whether it is."""
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
-        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # of the script, not by a rule
+        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # the script's own, not one by a list
         if not (is_cast or op.overload.name in _MAKERS):
             return False
         if any(tensor.requires_grad or self._exact.find(tensor) is not None for tensor in op.inputs()):
@@ -179,7 +188,9 @@ class ValueWatch:
         return None
 
     def _follow(self, op: Op, call: OpCall) -> None:
-        """Compute the results of an op on followed values in float32. Report wrong integers and comparisons."""
+        """Compute the results of an op on followed values in float32, too. Report integers and comparisons that are
+        wrong.
+        """
         root = self._find_root(op)
         if root is None:
             return
@@ -207,7 +218,9 @@ class ValueWatch:
                     self._findings.add(QuietCause.COLLAPSED, root.place, root.dtype, error=share, used=call.site.place)
 
     def _check_phase(self, op: Op, call: OpCall) -> None:
-        """Report sines and cosines of angles that 16 bits have rounded too much."""
+        """Report a sine or cosine whose angle has too few digits. The error is measured if the angle is followed, and
+        estimated if it is coarse.
+        """
         (angle,), root = op.inputs()[:1], self._find_root(op)
         result = op.outputs()[0]
         exact = self._exact.find(result)
@@ -226,9 +239,9 @@ class ValueWatch:
             self._findings.add(QuietCause.COLLAPSED, place, dtype, error=error, used=call.site.place, culprit=culprit)
 
     def _find_rounding(self, tensor: Tensor) -> Culprit | None:
-        """Return the op that rounded the values of a tensor; None if no op is known.
+        """Return the op that rounded the values of a coarse tensor; None if no op is known.
 
-        Search back from the tensor, as long as ops keep the relative errors of their inputs, over at most `_MOST_OPS`.
+        Search the ops that computed the tensor, the latest first.
         """
         known = self._storages.find(tensor)
         culprit = None
@@ -239,7 +252,7 @@ class ValueWatch:
         return culprit
 
     def _find_coarse_input(self, written: Written) -> Written | None:
-        """Return the record of the rounded input whose errors a result has; None if the op itself may have rounded."""
+        """Return the coarse input from which a result has its errors. None if the op itself may have rounded."""
         op = self._find_op(written)
         if op is None or op.overload.name not in _KEEPS_COARSE or _adds_up(op):
             return None
@@ -251,13 +264,14 @@ class ValueWatch:
     # ---- differences -------------------------------------------------------------------------------------------------
 
     def _find_coarse(self, tensor: Tensor) -> torch.dtype | None:
-        """Return the 16-bit dtype to which the values of a tensor are rounded, or None."""
+        """Return the 16-bit dtype by which the values of a tensor are coarse. None if they are not."""
         if tensor.dtype in LOW_DTYPES:
             return tensor.dtype
         known = self._storages.find(tensor)
         return None if known is None else self._coarse.get(id(known))
 
     def _pass_on_coarse(self, op: Op, made: Sequence[Written]) -> None:
+        """Mark the results of an op as coarse if one of its inputs is."""
         if _adds_up(op):
             return
         for tensor in op.inputs():
@@ -267,7 +281,7 @@ class ValueWatch:
                 return
 
     def _check_difference(self, op: Op, call: OpCall, written: Written) -> None:
-        """Look for a sum or difference that the rounding errors of its operands make useless."""
+        """Look for a sum or difference that is small against the rounding errors of its operands."""
         operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
         dtypes = [self._find_coarse(tensor) for tensor in operands]
         dtype = next((each for each in dtypes if each is not None), None)
@@ -290,7 +304,9 @@ class ValueWatch:
         self._note_difference(op, call, dtype, math.hypot(*roundings), written)
 
     def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
-        """Report a result that differs if the ops just before it do not round, as in 1 - exp(-x) and log(1 + x)."""
+        """Report a result that would be another if the ops just before it did not round, as in 1 - exp(-x) and
+        log(1 + x).
+        """
         twins = Twins()
         for tensor in op.inputs():
             self._widen(tensor, twins, 2)
@@ -304,10 +320,12 @@ class ValueWatch:
             self._findings.pass_over(QuietCause.CANCELLED, place)
         elif self._find_rounding_left(op, twins) <= UNLIKE * _size(exact[0]):
             self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
-        # else it is unknown: the exact result is as small as the rounding errors that the twins still have
+        # Otherwise nothing is known: inputs that could not be computed in float32 have errors as large as the result.
 
     def _find_rounding_left(self, op: Op, twins: Twins) -> float:
-        """Return the rounding error of the inputs of an op to which `_widen` gave no twin, or an equal one."""
+        """Return the rounding error that the inputs of an op still have in `twins`. `_widen` has removed none from an
+        input without a twin, or with an equal one.
+        """
         roundings = [0.0]
         for tensor in op.inputs():
             dtype, twin = self._find_coarse(tensor), twins.find(tensor)
@@ -317,7 +335,9 @@ class ValueWatch:
         return math.hypot(*roundings)
 
     def _widen(self, tensor: Tensor, twins: Twins, depth: int) -> None:
-        """Store in `twins` the values that a tensor would have if the last `depth` + 1 ops before it ran in float32."""
+        """Store in `twins` the values that a tensor would have in float32. The op that made the tensor, and ops up to
+        `depth` levels before it, are computed again.
+        """
         known = self._storages.find(tensor)
         op = None if known is None else self._find_op(known)
         if op is None or is_random(op.function) or op.overload.written:
@@ -331,7 +351,7 @@ class ValueWatch:
                 twins.put(made, exact)
 
     def _note_difference(self, op: Op, call: OpCall, dtype: torch.dtype, rounding: float, written: Written) -> None:
-        """Keep a difference that is lost in rounding until an op reads it. `rounding`: the error of the operands."""
+        """Note a difference if it is lost in rounding. `rounding`: the rounding error of its operands."""
         size = _size(op.outputs()[0])
         place = place_of(call)
         if not math.isfinite(size) or not math.isfinite(rounding):  # `FaultFinder` reports it
@@ -349,9 +369,10 @@ class ValueWatch:
         )
 
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
-        """Report the lost differences that an op reads, unless the loss does no harm there.
+        """Report the lost differences that an op reads, except where the loss does no harm.
 
-        It does no harm to the distance of two tensors of one shape, which may be small, and to x + (y - x), which is y.
+        It does no harm to a distance, such as (x - y).abs(), which is about 0 in any case. And it does none to
+        x + (y - x), which is about y in any case.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
@@ -385,7 +406,9 @@ def _make_in_float32(op: Op) -> Tensor | None:
 
 
 def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
-    """Return the share of values that stay distinct; None if they are not evenly spaced, or fewer than 16 differ."""
+    """Return the share of evenly spaced values that stay distinct. None if they are not evenly spaced, or if there are
+    fewer than 16 distinct ones.
+    """
     values = exact.double().unique()
     if values.numel() < 16:
         return None
@@ -396,7 +419,7 @@ def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
 
 
 def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
-    """Return the share of elements that differ; of a mask, relative to its rarer value."""
+    """Return the share of elements that differ. For a mask, it is relative to the number of its rarer value."""
     count, differing = tensor.numel(), int((tensor != exact).sum())
     if tensor.dtype is torch.bool:
         held = int(exact.sum())

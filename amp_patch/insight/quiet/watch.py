@@ -23,9 +23,8 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees the ops of a run: in optimizer steps as the dispatch mode, outside of steps through an `Observer`.
-
-    Changes no value. Waits for the device.
+    """Sees the ops of a run: in optimizer steps as a dispatch mode; outside of steps, an `Observer` calls `prepare` and
+    `note`. Changes no value. Waits for the device.
 
     Args:
         get_session: returns the session whose models are trained.
@@ -81,7 +80,9 @@ class QuietWatch(WatchingMode):
         return [*self.updates.records(), *self.copies.records()]
 
     def _find_name(self, tensor: Tensor) -> str | None:
-        """Return the name of a tensor of the models; "" for another tensor; None for a parameter with a master."""
+        """Return the name of a tensor of the models; "" for another tensor. None for a 16-bit parameter with a float32
+        master, whose changes are not followed.
+        """
         if not self._names:
             session = self._get_session()
             for name, known in name_tensors(session.models()):

@@ -31,9 +31,9 @@ WHOLE_MODEL = "**"
 class Float32Run(Check):
     """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
-    The last list of this run must have the rule `modules: [{match: "**", run: float32}]`. The probe measures the
-    forward passes of the thread that opens the session. Ops on no list count only in modules. Code of torch.compile
-    runs uncompiled.
+    The last module rule of the run must be `{match: "**", run: float32}`. Measured are the forward passes of the thread
+    that opens the session; ops on no list are measured only while a module runs. Code of torch.compile runs
+    uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -97,7 +97,7 @@ class _Shadowing:
         self._undo = UndoStack()
 
     def _add_module(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Note the names of a module and its submodules, and the dtypes that the script's own rules give them.
+        """Note the names of a module and its submodules, and the dtypes in which they run without the rule for "**".
 
         `inherited`: the dtype of the parent module: "low", "float32", or "" for none.
         """
@@ -143,7 +143,8 @@ class _Shadowing:
         module = self._find_module()
         inputs = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype is torch.float32]
         would_be_low = bool(inputs) and kwargs.get("out") is None and self._would_be_low(rule, module, inputs)
-        # an unlisted function written in Python only calls other ops, which are measured instead
+        # Where lists decide, an unlisted function that is written in Python has no dtype of its own: measure the ops
+        # that it calls.
         is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
         if is_composed:
             self._watch.is_busy = False
@@ -152,7 +153,8 @@ class _Shadowing:
             if module is not None:
                 module_name = self._names[id(module)] or WHOLE_MODEL
             casts_inputs = rule is not None and bool(rule.runs_in)
-            if self._session.casts is None:  # the cast model casts the inputs of its layers, as lists do
+            # At a level that casts the model, ops on weights are the ones whose inputs are rounded to 16 bits.
+            if self._session.casts is None:
                 casts_inputs = any(isinstance(tensor, nn.Parameter) for tensor in inputs)
             result = self.shadow.run(module_name, op, function, args, kwargs, is_listed=casts_inputs)
         else:

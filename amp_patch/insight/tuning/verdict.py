@@ -100,8 +100,8 @@ def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
 
 
 def _compare_losses(reference: CheckedStepRecord, step: CheckedStepRecord) -> float:
-    """Return the largest relative error of a loss of `step`; inf if a loss is not finite, or the numbers of losses
-    differ.
+    """Return the largest relative error of the losses of a step. Return inf if one of them is not finite, or if the
+    numbers of losses differ. The losses of the reference are finite.
     """
     if len(reference.losses) != len(step.losses):
         return math.inf
