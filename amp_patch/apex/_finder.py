@@ -57,11 +57,12 @@ class _AliasLoader(importlib.abc.Loader):
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
         If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask a loader, and Python would
-        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay an object.
+        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay the
+        `AmpState` object.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # it has no such attributes, so its submodules need no names yet
+        if alias == "apex":  # its attributes with the names of submodules are the submodules
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):

@@ -7,8 +7,8 @@ back. Call them under `torch.no_grad()`.
 
 `sgd_` and `adam_` use the kernels behind `torch.optim.SGD(fused=True)` and `AdamW(fused=True)` where a kernel supports
 the tensors: one launch updates many tensors. They take a flag `found_inf`, a 0-dim float32 tensor or None: if it is 1,
-they change no values. The functions do not wait for the device, except these two if no kernel supports the tensors and
-the flag or `step` is a tensor.
+they change no values. Where no kernel supports the tensors, `sgd_` and `adam_` read the flag on the host, and `adam_`
+also a `step` that is a tensor. Nothing else here waits for the device.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
 b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
@@ -57,7 +57,7 @@ def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
 
     All yielded tensors are at full precision; 16-bit tensors are copied for that. Write
     `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. At the end of the body,
-    such copies of `changed` tensors are copied back to them, unless the body leaves the loop.
+    the copies of 16-bit `changed` tensors are copied back to them, unless the body leaves the loop.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]

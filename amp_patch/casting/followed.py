@@ -63,7 +63,8 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
         given = sorted({dtype_name(tensor.dtype) for tensor in tensors_in([*values]) if tensor.dtype in CASTABLE})
         if len(given) > 1 and not value.is_floating_point() and not value.is_complex():
             dtype = dtype_name(value.dtype)
-            raise OpListError(f"{followed}, which is {dtype} in this call, beside {' and '.join(given)}; {advice}")
+            others = f"while the other tensors are {' and '.join(given)}"
+            raise OpListError(f"{followed}, which is {dtype} in this call, {others}; {advice}")
 
     return _follow(position, name, device_type, refuse)
 

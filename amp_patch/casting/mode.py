@@ -1,7 +1,7 @@
 """`Switch`: says whether patched ops cast their arguments in the calling thread, and in which mode.
 
-Patches replace torch's functions for the whole process. But a thread can change how they cast: `amp.disable_casts()`,
-and each call of a module that has a rule of its own, opens a *region* in the calling thread, and closes it at its end.
+Patches replace torch's functions for the whole process. But each thread can change how its own calls of them cast: in
+a *region*, such as an `amp.disable_casts()` block, or a call of a module that has a rule of its own.
 
 A patched op reads two plain attributes of its switch in each call: `on` and, if it is on, `regions`. It looks up the
 regions of its own thread, which is slower, only while some thread has a region open.
@@ -24,7 +24,7 @@ from .compiling import is_dynamo_compiling
 
 
 class Mode(Enum):
-    """How patched ops cast their arguments."""
+    """How patched ops cast their arguments. The low dtype is the session's 16-bit dtype."""
 
     OFF = "no op casts, as in plain torch"
     BY_LISTS = "as the op lists say"
@@ -215,12 +215,12 @@ class Switch:
     def _is_in_force(self, region: Region) -> bool:
         """Return whether the mode of a region applies here.
 
-        With `autocast`, it does not where the session casts nothing: outside of torch.autocast blocks, and in a block
-        with `enabled=False` or another dtype that begins inside the region.
+        With `autocast`, no mode applies outside of torch.autocast blocks, nor in a block inside the region with
+        `enabled=False` or another dtype.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # The session casts nothing here, unless the region itself has paused torch.autocast. That is so if ops were
+        # Autocast is off, or has another dtype. If the region itself has paused autocast, the mode applies: ops were
         # cast before the region opened, and no block has begun since.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
