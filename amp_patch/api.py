@@ -205,7 +205,7 @@ def scale_loss(
     the scale falls (to half, by default).
 
     Args:
-        loss: a floating tensor on the models' device, usually 0-dim.
+        loss: a floating tensor on the models' device. It is 0-dim, unless you pass a gradient to `backward`.
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scale to use.
         model: ignored, as in Apex.

@@ -361,10 +361,10 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
     """Run a kernel on `lists` (parameters, gradients and moments), and return True.
 
     Return False, and change nothing, if torch has no such kernel for the device, or if the kernel does not support the
-    tensors. Kernels read memory in order, so a parameter, its gradient and its moments must have the same memory layout
-    (`_have_same_layout`).
+    tensors. A kernel takes one dtype for all lists. It reads memory in order, so a parameter, its gradient and its
+    moments must have the same memory layout (`_have_same_layout`).
     """
-    if not all(map(_have_same_layout, *lists)):
+    if len({tensors[0].dtype for tensors in lists}) > 1 or not all(map(_have_same_layout, *lists)):
         return False
     flag = None if found_inf is None else found_inf.to(lists[0][0].device)
     try:

@@ -39,10 +39,12 @@ class AutocastRegions(Protocol):
     """The `with torch.autocast(...)` blocks to which a session limits its casts. `Autocast` implements this."""
 
     def is_here(self) -> bool:
-        """Return whether this thread is in such a block."""
+        """Return whether this thread is in a block in which the session casts."""
 
     def pause(self) -> bool:
-        """Disable torch.autocast in this thread, if it is in such a block. Return whether it is."""
+        """In a block in which the session casts, disable torch.autocast in this thread, and return True. Elsewhere,
+        return False.
+        """
 
     def resume(self) -> None:
         """Enable torch.autocast in this thread again."""
@@ -316,9 +318,10 @@ class Switch:
         """Close the innermost regions whose calls are over. A Ctrl-C leaves them open, because `torch.nn.Module` then
         calls no forward hook, which would close them.
 
-        If such a region has paused torch.autocast, enable it again only in the block in which the region was opened. If
-        the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
-        that follows torch.autocast calls this whenever a block begins, so that a new block is not taken for the old.
+        If a stale region has paused torch.autocast, enable it again only in the block in which the region was opened.
+        If the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
+        that casts in torch.autocast blocks calls this whenever a block begins, so that a new block is not taken for the
+        old one.
         """
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):

@@ -1,6 +1,6 @@
 """`DistributedDataParallel` with Apex's arguments on top of torch's, `Reducer`, and collectives on flattened tensors.
 
-All need an initialized process group. They take the devices and floating dtypes that its backend supports.
+All of them need an initialized process group, and take the devices and floating dtypes that its backend supports.
 """
 
 import contextlib
