@@ -255,7 +255,7 @@ class Switch:
     def outside_regions(self) -> Iterator[None]:
         """Context manager: while the block runs, this thread behaves as if its regions were closed.
 
-        But if a region has paused torch.autocast, it stays paused.
+        But if a region has paused torch.autocast, autocast stays paused.
         """
         regions = self._local.regions
         self._local.regions = []
