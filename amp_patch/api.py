@@ -102,9 +102,9 @@ def initialize(
         optimizers: None, a torch.optim.Optimizer, or a sequence of them. Changed in place.
         enabled: False (or "False") turns amp off: nothing is cast, and `scale_loss` yields the loss itself.
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
-            of the same name. `lists/presets.yaml` explains them.
-        patch_torch_functions_type, compute, split_masters, optimizer_state_type: as above.
+        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, patch_torch_functions_type,
+            compute, split_masters, optimizer_state_type: each replaces the level's property of the same name.
+            `lists/presets.yaml` explains them.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 if models are cast, else unchanged.
@@ -205,7 +205,7 @@ def scale_loss(
     the scale falls (to half, by default).
 
     Args:
-        loss: a floating tensor on the models' device, usually 0-dim.
+        loss: a floating tensor on the models' device. It is 0-dim, unless you pass a gradient to `backward`.
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scale to use.
         model: ignored, as in Apex.
@@ -216,9 +216,9 @@ def scale_loss(
     Yields:
         `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
 
-    After the first block, this does not wait for the device, unless the block raises an exception. Under a dynamic
-    scale, `step()` waits once. torch's fused Adam, AdamW, SGD and Adagrad usually skip on the device instead. Messages
-    about their steps then come at a later step, or when you read `step_was_skipped` or `stats()`.
+    After the first block, a block waits for the device only if it raises an exception. Under a dynamic scale, `step()`
+    waits once. torch's fused Adam, AdamW, SGD and Adagrad can skip on the device instead, unless the script adds hooks
+    to their steps. Messages about these steps come at a later step, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
         SessionError: `initialize` was not called, or the models have changed device.
@@ -265,7 +265,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
         >>> gradient = amp.unscale(torch.autograd.grad(output, x, create_graph=True)[0])
         >>> penalty = gradient.norm(dim=-1).sub(1).square().mean()
     """
-    tell(contextlib.nullcontext(), "values_scaled")  # the watchers run in this context; casts may stay on
+    tell(contextlib.nullcontext(), "values_scaled")  # watchers of this event compute nothing, so casts may stay on
     return _with_scale(tensors, loss_id, lambda value, scale: (value if value.is_complex() else value.float()) * scale)
 
 
@@ -419,8 +419,8 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
 def reset() -> None:
     """Undo `initialize`: restore torch's functions and the optimizers. Weights keep their trained values.
 
-    At levels with masters, weights that were cast take the float32 values of their masters. At other levels, they
-    return to their earlier dtype.
+    Weights that `initialize` cast take the float32 values of their masters. Without masters, they return to their
+    earlier dtype.
 
     Examples:
         >>> original = torch.matmul

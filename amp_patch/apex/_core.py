@@ -127,7 +127,7 @@ def open_session(
     if session is earlier_session:
         lowest, highest = policy.min_loss_scale, policy.max_loss_scale
         for scaler in session.scalers:
-            # copy the start state into the scaler, and keep the object: blocks and views hold it
+            # copy the start state into the scaler, and keep the object: `scale_loss` blocks and Apex's scalers hold it
             start = LossScaler(policy.loss_scale, min_loss_scale=lowest, max_loss_scale=highest)
             scaler.set_loss_scale(start.known_scale)
             # this resets the counters; a static scaler takes no scale from it, hence the line above

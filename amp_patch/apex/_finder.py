@@ -57,11 +57,12 @@ class _AliasLoader(importlib.abc.Loader):
         """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
 
         If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask a loader, and Python would
-        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay an object.
+        set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay the
+        `AmpState` object.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # it has no such attributes, so its submodules need no names yet
+        if alias == "apex":  # its attributes with the names of submodules are the submodules
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -71,8 +72,11 @@ class _AliasLoader(importlib.abc.Loader):
 class ApexFinder(importlib.abc.MetaPathFinder):
     """Finds `apex`, its submodules, and the compiled modules of Apex that the stand-in has.
 
-    An installed `apex` is *replaced* (nothing of it is found), *completed* (parts that it lacks come from the stand-in)
-    or *left alone* (nothing comes from the stand-in); see `_examine`.
+    What it does with an installed `apex` depends on its kind:
+
+    * NVIDIA's with `amp` is *left alone*: nothing comes from the stand-in.
+    * NVIDIA's without `amp` is *completed*: the parts that it lacks come from the stand-in.
+    * The `apex` of another project, or with `force` any `apex`, is *replaced*: nothing of it is found.
 
     Args:
         package: the name of the stand-in, "amp_patch.apex".
@@ -82,7 +86,8 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        self._replaces: bool | None = None  # whether `apex` is the stand-in alone; None until `_examine` has decided
+        # whether `apex` is the stand-in alone, because none is installed or it is replaced; `_examine` decides
+        self._replaces: bool | None = None
         self._is_idle = False  # whether an installed `apex` is left alone
         self._displaced: dict[str, ModuleType] = {}  # modules of the replaced `apex`, by name, for `remove`
         self._completed: list[ModuleType] = []  # installed packages that `_complete` has given a `__getattr__`
@@ -240,9 +245,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def _examine(self, spec: ModuleSpec | None, path: Sequence[str]) -> None:
         """Decide, once, whether to replace an installed `apex`, to complete it, or to leave it alone.
 
-        NVIDIA's Apex with `amp` is left alone, and NVIDIA's Apex without `amp` is completed. An `apex` of another
-        project is replaced, and with `force` any `apex` is. If none is installed, the stand-in is alone. Logs a warning
-        if an `apex` is left alone, or is not NVIDIA's.
+        Logs a warning if the `apex` is left alone, or is not NVIDIA's.
 
         Args:
             spec: the spec of the installed `apex`, or None if there is none.

@@ -1,10 +1,10 @@
 """`amp_C`, a compiled extension of Apex, rebuilt on `torch._foreach_*`.
 
 Tensors may be on any device, of any floating dtype, contiguous or not. The functions named `multi_tensor_...` take a
-chunk size (ignored), a flag (one integer element) and `tensor_lists`. They write their results into these lists, but
-`multi_tensor_l2norm` returns them. Functions that check a list set the flag to 1 if a tensor in it holds inf or NaN; no
-function sets the flag back to 0. The docstring of such a function begins with the names of its lists, in their order:
-"[inputs, outputs]" means that `tensor_lists` is a list of inputs and a list of outputs.
+chunk size (ignored), a flag (one integer element) and `tensor_lists`. They write results into the tensors of these
+lists, but `multi_tensor_l2norm` returns its results. Functions that check a list set the flag to 1 if a tensor in it
+holds inf or NaN; no function sets the flag back to 0. A docstring that begins with "[inputs, outputs]" says that
+`tensor_lists` is a list of inputs and a list of outputs.
 
 Some functions are left out: see `_gone`. Unlike Apex's, `multi_tensor_lamb` does not change gradients.
 `multi_tensor_sgd` waits for the device, because it reads the flag.
@@ -195,8 +195,8 @@ def multi_tensor_lamb_stage1_cuda(
 ) -> None:
     """[gradients, params, exp_avgs, exp_avg_sqs, directions]: the first half of `updates.lamb_`.
 
-    Writes u of the formula there to the directions. `per_tensor_decay` has shape (n,): the weight decay of each tensor.
-    `step` counts from 0.
+    Writes u of the formula of `lamb_` to the directions. `per_tensor_decay` has shape (n,): the weight decay of each
+    tensor. `step` counts from 0.
     """
     norm, betas = global_grad_norm.reshape(()), (beta1, beta2)
     corrections = updates.bias_corrections(betas, step + 1, True)

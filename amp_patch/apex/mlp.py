@@ -44,7 +44,7 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         """Return None for `bias` and `activation`, then the gradients of `args`. Computes the layers a second time."""
-        # autograd usually runs a backward with gradients disabled, but the second forward needs them
+        # without `create_graph`, autograd runs a backward with gradients disabled, but the second forward needs them
         with torch.enable_grad():
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             output = mlp_function(ctx.bias, ctx.activation, *args)

@@ -7,8 +7,8 @@ back. Call them under `torch.no_grad()`.
 
 `sgd_` and `adam_` use the kernels behind `torch.optim.SGD(fused=True)` and `AdamW(fused=True)` where a kernel supports
 the tensors: one launch updates many tensors. They take a flag `found_inf`, a 0-dim float32 tensor or None: if it is 1,
-they change no values. The functions do not wait for the device, except these two if no kernel supports the tensors and
-the flag or `step` is a tensor.
+they change no values. Where no kernel supports the tensors, `sgd_` and `adam_` read the flag on the host, and `adam_`
+also a `step` that is a tensor. Nothing else here waits for the device.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
 b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
@@ -57,7 +57,7 @@ def at_full_precision(read: Tensors, *changed: Tensors) -> Iterator[list[Part]]:
 
     All yielded tensors are at full precision; 16-bit tensors are copied for that. Write
     `for g, p in at_full_precision(gradients, params):` and change the tensors of `p` in place. At the end of the body,
-    such copies of `changed` tensors are copied back to them, unless the body leaves the loop.
+    the copies of 16-bit `changed` tensors are copied back to them, unless the body leaves the loop.
     """
     for sources, *targets in group(read, *changed):
         values: list[Part] = [_to_full(tensors) for tensors in targets]
@@ -361,10 +361,10 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
     """Run a kernel on `lists` (parameters, gradients and moments), and return True.
 
     Return False, and change nothing, if torch has no such kernel for the device, or if the kernel does not support the
-    tensors. Kernels read memory in order, so a parameter, its gradient and its moments must have the same memory layout
-    (`_have_same_layout`).
+    tensors. A kernel takes one dtype for all lists. It reads memory in order, so a parameter, its gradient and its
+    moments must have the same memory layout (`_have_same_layout`).
     """
-    if not all(map(_have_same_layout, *lists)):
+    if len({tensors[0].dtype for tensors in lists}) > 1 or not all(map(_have_same_layout, *lists)):
         return False
     flag = None if found_inf is None else found_inf.to(lists[0][0].device)
     try:

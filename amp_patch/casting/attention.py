@@ -34,10 +34,10 @@ class Attention:
     def can_use_float32(self, low: torch.dtype, max_scores: int) -> bool:
         """Return whether `compute_in_float32` supports this call, and is expected to be faster than a 16-bit kernel.
 
-        Query, key and value must be 4-dim tensors of dtype `low` on a CPU, not opaque or nested, with the same head
-        size. Query
-        and key must have the same number of heads. A head may have at most `max_scores` scores (queries times keys). A
-        mask must be bool. Calls with dropout or `enable_gqa` are not supported.
+        Query, key and value must be 4-dim tensors of dtype `low` on a CPU, with the same head size. They must not be
+        nested or opaque (`dtypes.is_opaque`). Query and key must have the same number of heads. A head may have at most
+        `max_scores` scores (queries times keys). A mask must be bool. Calls with dropout or `enable_gqa` are not
+        supported.
         """
         if self.dropout_p or self.enable_gqa:
             return False

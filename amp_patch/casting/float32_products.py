@@ -46,8 +46,8 @@ class Float32Products:
             head. None: compute every product in float32.
 
     Attributes:
-        switch: on while the session is in force. `OpCasts` has another switch: where it is off, as in
-            `amp.disable_casts()`, products of 16-bit values are still computed in float32.
+        switch: on while the session is in force. `OpCasts` has another switch: where that one is off, as
+            in `amp.disable_casts()`, products of 16-bit values are still computed in float32.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finds the dtype of a call of an op whose rule lets the arguments decide: `promote`, `match` and the like.
+"""Finds the dtype of a call of an op whose rule lets the arguments decide, such as `promote` or `match`.
 
 A *dtype finder* takes the arguments of a call, and returns the dtype to which the castable tensors in them are cast. It
 returns None for a call without casts: torch then promotes dtypes, or raises an error, as usual. *Castable* dtypes are
@@ -63,7 +63,8 @@ def follow_argument(function: Any, name: str, device_type: str, location: str) -
         given = sorted({dtype_name(tensor.dtype) for tensor in tensors_in([*values]) if tensor.dtype in CASTABLE})
         if len(given) > 1 and not value.is_floating_point() and not value.is_complex():
             dtype = dtype_name(value.dtype)
-            raise OpListError(f"{followed}, which is {dtype} in this call, beside {' and '.join(given)}; {advice}")
+            others = f"while the other tensors are {' and '.join(given)}"
+            raise OpListError(f"{followed}, which is {dtype} in this call, {others}; {advice}")
 
     return _follow(position, name, device_type, refuse)
 

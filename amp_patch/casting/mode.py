@@ -1,7 +1,7 @@
 """`Switch`: says whether patched ops cast their arguments in the calling thread, and in which mode.
 
-Patches replace torch's functions for the whole process. But a thread can change how they cast: `amp.disable_casts()`,
-and each call of a module that has a rule of its own, opens a *region* in the calling thread, and closes it at its end.
+Patches replace torch's functions for the whole process. But each thread can change how its own calls of them cast: in
+a *region*, such as an `amp.disable_casts()` block, or a call of a module that has a rule of its own.
 
 A patched op reads two plain attributes of its switch in each call: `on` and, if it is on, `regions`. It looks up the
 regions of its own thread, which is slower, only while some thread has a region open.
@@ -24,7 +24,7 @@ from .compiling import is_dynamo_compiling
 
 
 class Mode(Enum):
-    """How patched ops cast their arguments."""
+    """How patched ops cast their arguments. The low dtype is the session's 16-bit dtype."""
 
     OFF = "no op casts, as in plain torch"
     BY_LISTS = "as the op lists say"
@@ -39,10 +39,12 @@ class AutocastRegions(Protocol):
     """The `with torch.autocast(...)` blocks to which a session limits its casts. `Autocast` implements this."""
 
     def is_here(self) -> bool:
-        """Return whether this thread is in such a block."""
+        """Return whether this thread is in a block in which the session casts."""
 
     def pause(self) -> bool:
-        """Disable torch.autocast in this thread, if it is in such a block. Return whether it is."""
+        """In a block in which the session casts, disable torch.autocast in this thread, and return True. Elsewhere,
+        return False.
+        """
 
     def resume(self) -> None:
         """Enable torch.autocast in this thread again."""
@@ -215,12 +217,12 @@ class Switch:
     def _is_in_force(self, region: Region) -> bool:
         """Return whether the mode of a region applies here.
 
-        With `autocast`, it does not where the session casts nothing: outside of torch.autocast blocks, and in a block
-        with `enabled=False` or another dtype that begins inside the region.
+        With `autocast`, no mode applies outside of torch.autocast blocks, nor in a block inside the region with
+        `enabled=False` or another dtype.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # The session casts nothing here, unless the region itself has paused torch.autocast. That is so if ops were
+        # Autocast is off, or has another dtype. If the region itself has paused autocast, the mode applies: ops were
         # cast before the region opened, and no block has begun since.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
@@ -253,7 +255,7 @@ class Switch:
     def outside_regions(self) -> Iterator[None]:
         """Context manager: while the block runs, this thread behaves as if its regions were closed.
 
-        But if a region has paused torch.autocast, it stays paused.
+        But if a region has paused torch.autocast, autocast stays paused.
         """
         regions = self._local.regions
         self._local.regions = []
@@ -316,9 +318,10 @@ class Switch:
         """Close the innermost regions whose calls are over. A Ctrl-C leaves them open, because `torch.nn.Module` then
         calls no forward hook, which would close them.
 
-        If such a region has paused torch.autocast, enable it again only in the block in which the region was opened. If
-        the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
-        that follows torch.autocast calls this whenever a block begins, so that a new block is not taken for the old.
+        If a stale region has paused torch.autocast, enable it again only in the block in which the region was opened.
+        If the number of open blocks has changed, that block is over, and has restored torch.autocast itself. A session
+        that casts in torch.autocast blocks calls this whenever a block begins, so that a new block is not taken for the
+        old one.
         """
         regions = self._local.regions
         while regions and (frame := regions[-1].frame) is not None and not is_running(frame):

@@ -118,7 +118,7 @@ def plan_op(owner: Any, name: str, rule: str, casts: OpCasts, location: str = ""
     """Return the patch that makes `owner.name` follow a rule.
 
     Args:
-        location: where a list file states the rule, or that none does; "" for the rule of a registration.
+        location: where a list file states the rule; "on no list" if none does; "" for the rule of a registration.
         like: the argument that the rule names, as in `Registration`; "" for other rules.
     """
     described = op_lists.RULES[rule].describe(like)
@@ -218,8 +218,8 @@ class DeferredOps:
         held = vars(owner).get(name)
         for original, replacement in self._patcher.functions():
             if replacement is held:
-                # The module has imported an already patched function under this name. Put the original there first,
-                # because `install` would wrap the replacement a second time.
+                # The module has imported an already patched function under this name. Put the original in its place
+                # first, because `install` would wrap the replacement a second time.
                 setattr(owner, name, original)
         self._patcher.install(with_second_places([plan_spelling(spelling, owner, casts)]))
         return {id(self._patcher.get_original(owner, name)): vars(owner)[name]}
@@ -299,7 +299,7 @@ def plan_custom_functions(casts: OpCasts) -> Iterator[Patch]:
 
 
 def _find_static(kind: type, name: str) -> type | None:
-    """Return the class, `kind` or a base of it, whose definition of `name` counts.
+    """Return the first class of `kind.__mro__` that defines `name`.
 
     Return None if that is torch.autograd.Function itself, if the definition is no static method, or if there is none.
     """
@@ -311,7 +311,10 @@ def _find_static(kind: type, name: str) -> type | None:
 
 
 def _decorate_forward(original: Callable[..., Any], casts: OpCasts) -> Callable[..., Any]:
-    """Return a `custom_fwd` for functions that are decorated during the session. After it, they run as torch's own."""
+    """Return a `custom_fwd` for functions that are decorated during the session.
+
+    After the session, the decorated functions cast as torch's `custom_fwd` does.
+    """
 
     def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
         def decorate(fwd: Any) -> Any:

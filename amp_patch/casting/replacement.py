@@ -28,8 +28,8 @@ PreparedCall = tuple[OpFunction, Sequence[Any], dict[str, Any]]
 """A function, its positional arguments and its keyword arguments."""
 
 PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
-"""Takes the arguments of a call of an op, and the mode: any but OFF. Returns the call to make instead, usually the same
-function with cast arguments."""
+"""Takes the arguments of a call of an op, and the mode: any but OFF. Returns the call to make instead, for example
+of the same op with cast arguments."""
 
 NEVER_SKIP = object()
 """The `skip_dtype` of `replace` for an op whose `prepare` has to see every call."""
@@ -51,7 +51,8 @@ def replace(
         switch: says whether ops cast in the calling thread, and in which mode.
         public: finds and calls overrides.
         skip_dtype: in mode BY_LISTS, call `original` without `prepare` if all tensors of a call have this dtype, and no
-            list or tuple may hold tensors. None: if they all have the same dtype, whichever it is. NEVER_SKIP: never.
+            argument is a list or tuple that could hold tensors. None: if all tensors have the same dtype,
+            whichever it is. NEVER_SKIP: never.
     """
     has_overrides, off, by_lists = public.has_overrides, Mode.OFF, Mode.BY_LISTS
     may_skip = skip_dtype is not NEVER_SKIP
@@ -164,7 +165,7 @@ def _calls_overrides(original: OpFunction) -> bool:
     """Return whether `original` calls overrides itself, with the function that its public name holds: the replacement.
 
     Methods of Tensor in C do, and most undecorated functions in Python: F.relu calls `handle_torch_function` with
-    `relu`, a global of its module, which is patched. `call_override` leaves the call to them. So torch decides how the
+    `relu`, a global of its module, which is patched. `call_override` calls such an original. So torch decides how the
     arguments are passed, and under which of several names (`Tensor.matmul` for `@`).
     """
     if type(original) is types.FunctionType:
@@ -175,8 +176,8 @@ def _calls_overrides(original: OpFunction) -> bool:
 def supports_overrides(original: OpFunction) -> bool:
     """Return whether torch calls overrides for this function of torch.
 
-    It does not for a few Python functions, such as grouped_mm and flex_attention: there, an override sees only the
-    functions that they call.
+    It does not for a few Python functions, such as grouped_mm and flex_attention. An override sees only the functions
+    that these call.
     """
     if type(original) is not types.FunctionType or hasattr(original, "__wrapped__"):
         return True

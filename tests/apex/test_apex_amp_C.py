@@ -196,6 +196,20 @@ def test_sixteen_bit_lists_are_rounded_once():
         assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.float64])
+def test_lists_in_float32_and_float64_together(gradient_dtype):
+    other_dtype = torch.float32 if gradient_dtype is torch.float64 else torch.float64
+    sgd_args = (0.1, 0.9, 0.0, 0.05, True, False, False, 1.0)
+    for op, args, count in ((amp_C.multi_tensor_adam, (*ADAM, 3, 1, 1, 0.1), 3), (amp_C.multi_tensor_sgd, sgd_args, 2)):
+        lists = [[tensor.abs() for tensor in make(dtype=other_dtype, seed=seed)] for seed in range(count)]
+        expected = [[tensor.double() for tensor in tensors] for tensors in lists]
+        gradients = make(dtype=gradient_dtype, seed=9)
+        apply(op, [gradients, *lists], *args)
+        apply(op, [[g.double() for g in gradients], *expected], *args)
+        for found, values in zip(lists, expected, strict=True):
+            assert_equal(found, [value.to(other_dtype) for value in values])
+
+
 # ---- update_scale_hysteresis -----------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ class AmpState:
 
     @property
     def verbosity(self) -> int:
-        """Setting it prints the later messages of the package if it is above 0. Scripts may set it at any time."""
+        """Above 0, messages of the package are printed. Scripts may set it at any time."""
         return self._verbosity
 
     @verbosity.setter

@@ -1,7 +1,7 @@
-"""Apex's `apex.amp.amp`: decorators such as `half_function`, `register_half_function` and its like, and `init`.
+"""Apex's `apex.amp.amp`: decorators such as `half_function`, functions such as `register_half_function`, and `init`.
 
-It also exports the public names of `frontend`. The arguments of a registered function are cast in every later session
-that patches functions.
+The module also exports the public names of `frontend`. The arguments of a registered function are cast in every later
+session that patches functions.
 """
 
 from dataclasses import replace

@@ -200,7 +200,7 @@ def _open_session(
     # after `handle._deactivate()`, functions are torch's own again, so a new session has to patch them
     has_ended = isinstance(handle, AmpHandle) and handle.has_ended()
     earlier_session = find_session()
-    # a session of `init` would not end with the models
+    # a session that `init` opened would not end when the models are freed
     is_without_models = earlier_session is not None and not earlier_session.has_models
     session = open_session(
         policy,

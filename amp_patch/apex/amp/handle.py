@@ -33,7 +33,7 @@ def scale_loss(
 
 
 class _Block(NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """The block `inner`, with a method `backward` that raises an error with the remedy (see `NoLoss`)."""
+    """The block `inner`. `NoLoss` adds a `backward` that raises an error, because scripts take it for the loss."""
 
     def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
         self._inner = inner

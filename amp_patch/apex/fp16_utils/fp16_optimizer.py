@@ -229,8 +229,8 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, from here or from Apex. Copy the masters to the model.
 
-        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. Then
-        nothing has changed.
+        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. If
+        it raises, nothing has changed.
         """
         try:
             saved = self._convert_state_dict(state_dict)

@@ -28,7 +28,7 @@ class tofp16(nn.Module):
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Cast affine BatchNorm layers in `module`, or `module` itself, back to float32, in place. Return `module`."""
+    """Cast affine BatchNorm layers back to float32, in place: in `module`, or `module` itself. Return `module`."""
     for layer in module.modules():
         if isinstance(layer, BatchNormBase) and layer.affine:
             layer.float()

@@ -46,10 +46,7 @@ class DynamicLossScaler(LossScaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Return whether the gradient of a parameter contains inf or NaN. Waits for the device.
-
-        Checks each element.
-        """
+        """Return whether the gradient of a parameter contains inf or NaN. Waits for the device."""
         gradients: list[Tensor] = []
         for parameter in params:
             gradient = parameter.grad

@@ -2,7 +2,7 @@
 
 Results are computed in float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
 the weight, for any combination of the two, also under amp. One exception: a fused RMSNorm with a 16-bit weight returns
-the weight's dtype. So does the norm of T5 in transformers, which it replaces.
+the weight's dtype, as does the norm of T5 in transformers, which `FusedRMSNorm` replaces.
 
 By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """

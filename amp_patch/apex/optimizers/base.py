@@ -29,7 +29,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _options: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     found_inf: Tensor | None = None
     reads_flag = False
-    """Whether `_update` passes `found_inf` to kernels, which skip the step if it is 1. amp sets it only then."""
+    """Whether `_update` passes `found_inf` to kernels, which skip the step if it is 1. If False, amp sets no flag."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
         if amsgrad:

@@ -28,9 +28,9 @@ class FP16_Optimizer(_FP16Optimizer):
     Subclasses of 2019 read and write these attributes:
 
     Attributes:
-        cur_iter: the number of updates of the loss scale, usually one in each step. After loading a state dict without
-            this entry, the count begins with the scaler's number of good steps.
-        last_overflow_iter: the number of the last such update after an overflow, counted from 0; -1 if there is none.
+        cur_iter: the number of updates of the loss scale so far. After loading a state dict without this entry, the
+            count begins with the scaler's number of good steps.
+        last_overflow_iter: the value that `cur_iter` had before the last update after an overflow; -1 if there is none.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}
@@ -103,7 +103,7 @@ class FP16_Optimizer(_FP16Optimizer):
 
     def _decide(self, manual: ManualPass) -> bool:
         self._set_good_steps()
-        # under a static scale, the base class skips no step, but this class did so in Apex
+        # under a static scale, the base class skips no step, but in Apex this class skipped those with an overflow
         overflow = super()._decide(manual) or manual.has_overflow()
         if overflow:
             self.last_overflow_iter = self.cur_iter
@@ -136,8 +136,8 @@ class FP16_Optimizer(_FP16Optimizer):
         """Load a state dict of this class or of `fp16_utils.FP16_Optimizer`, from here or from Apex. Copy the masters
         to the model.
 
-        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. Then
-        nothing has changed.
+        Raises CheckpointError for any other object, for masters of other shapes, and for other parameter groups. If
+        it raises, nothing has changed.
         """
         super().load_state_dict(state_dict)
         # a state of the base class has no counters: derive them from its number of good steps

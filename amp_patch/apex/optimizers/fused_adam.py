@@ -94,7 +94,7 @@ class FusedAdam(FusedOptimizer):
     def _update(self, work: Work) -> None:
         for group, params, gradients in work:
             if group.get("max_grad_norm"):
-                # Apex adds 1e-6, too
+                # plus 1e-6, as in Apex
                 factor = ((total_norm(gradients) + 1e-6) / group["max_grad_norm"]).clamp(min=1.0)
                 gradients = [g.to(full_dtype(g)) / factor.to(g.device) for g in gradients]
             targets = self._get_masters(params)
@@ -155,7 +155,7 @@ class FusedAdam(FusedOptimizer):
         In 2019, a state of Apex's FP16_Optimizer had one flat tensor for all parameters of a group.
         """
         counts = [len(group["params"]) for group in self.param_groups]
-        # a saved group with a single parameter is flat only if a group here has several
+        # a saved group with a single parameter is flat only if a group of this optimizer has several
         is_flat = all(len(group["params"]) == 1 for group in saved["param_groups"]) and max(counts, default=1) > 1
         if not is_flat or len(saved["param_groups"]) != len(counts):
             return saved

@@ -16,12 +16,12 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     Use it with `torch.amp.GradScaler`, which passes its scale and its flag to the step.
 
     Args:
-        step: the number of steps that were taken before.
+        step: the number of steps that an earlier run has taken.
         reduced_precision_dtype: the dtype of the parameters that get masters. None: no parameter gets one.
     """
 
     _step_supports_amp_scaling = True
-    """Tells GradScaler to set `grad_scale` (None if it has unscaled the gradients) and `found_inf` for each step."""
+    """Tells GradScaler to set `found_inf` and `grad_scale` (None after `unscale_`) for each step."""
 
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
 

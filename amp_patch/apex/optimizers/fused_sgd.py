@@ -59,7 +59,8 @@ class FusedSGD(FusedOptimizer):
             lacks_momentum = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
-            # a skipped step gives no first gradient; with dampening, it differs from a later one. Waits for the device.
+            # A skipped step must not create the momentum, because `sgd_` dampens all gradients but the first. Waits for
+            # the device.
             if self.found_inf is not None and group["dampening"] and any(lacks_momentum) and bool(self.found_inf):
                 continue
             # parameters may get their first gradient in different steps, and `sgd_` takes one `is_first` for all

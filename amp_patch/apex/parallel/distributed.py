@@ -1,6 +1,6 @@
 """`DistributedDataParallel` with Apex's arguments on top of torch's, `Reducer`, and collectives on flattened tensors.
 
-All need an initialized process group. They take the devices and floating dtypes that its backend supports.
+All of them need an initialized process group, and take the devices and floating dtypes that its backend supports.
 """
 
 import contextlib
@@ -71,7 +71,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             passes may follow one forward pass; torch's reducer would leave the gradients of the later passes unreduced,
             without an error. Waits for the device once in each backward pass.
         allreduce_always_fp32: sum 16-bit gradients in float32.
-        gradient_average: divide by the number of ranks. If False, gradients must be zeroed before each backward pass.
+        gradient_average: divide by the number of ranks. If False, zero the gradients before each backward pass, or a
+            later pass sums earlier sums again.
         gradient_predivide_factor: divide gradients by it before the sum, and multiply the average by it afterwards.
         shared_param, message_size, allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
         allreduce_communicators, gradient_average_split_factor, prof: without effect.

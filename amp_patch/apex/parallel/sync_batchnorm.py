@@ -146,7 +146,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     so optimizers stay valid. New layers keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
     `fuse_relu` and a true `channel_last`. Hooks are lost, so call this before `amp.initialize`. Raises ModelError for a
     lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's BatchNormAct2d with
-    its activation: a SyncBatchNorm would not run them. Then nothing has changed.
+    its activation: a SyncBatchNorm would not run them. If it raises, nothing has changed.
     """
     for layer in module.modules():
         if isinstance(layer, BatchNormBase):
