@@ -1,7 +1,7 @@
 """The expression that ran in a frame of a traceback, and the values of its parts.
 
-Names, stored attributes, items of plain containers and results of a few methods of tensors are read. No code of the
-script runs for that, except what a subclass of Tensor overrides.
+It reads names, stored attributes, items of plain containers, and results of a few methods of tensors. This runs no code
+of the script, except methods that a subclass of Tensor overrides.
 """
 
 import ast
@@ -20,7 +20,7 @@ UNKNOWN = object()
 """Stands for the value of an expression that is not read."""
 
 _TENSOR_ATTRIBUTES = frozenset({"data", "grad", "T", "mT", "real", "dtype", "device"})
-"""Attributes of tensors that are read, besides methods."""
+"""The attributes of tensors that are read."""
 
 _PURE_METHODS = frozenset(
     {
@@ -81,14 +81,13 @@ class Source:
         return self._by_place.get(place)
 
     def spell(self, node: ast.AST) -> str:
-        """Return an expression as in the source. One on several lines is written by `ast.unparse`."""
+        """Return the text of an expression in the source. If it has several lines, return the text of `ast.unparse`."""
         text = ast.get_source_segment(self._text, node)
         return ast.unparse(node) if text is None or "\n" in text else text
 
     def calls_of_statement(self, line: int) -> Iterator[ast.Call]:
-        """Yield the calls of the innermost statement around a line, without the calls of statements inside of it.
-
-        Of several statements in the line, it is the last.
+        """Yield the calls of the innermost statement at a line (of the last one, if the line has several). Leave out
+        calls in statements that this statement contains.
         """
         around = [node for node in self._statements if node.lineno <= line <= (node.end_lineno or node.lineno)]
         rest: list[ast.AST] = [max(around, key=lambda node: (node.lineno, node.col_offset))] if around else []
@@ -186,7 +185,7 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
-        # The stand-in may have another shape than the result of the call, so only casts of it are computed.
+        # the stand-in may have a wrong shape, so of its methods only casts are called
         if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
             return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):

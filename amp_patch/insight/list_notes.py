@@ -25,9 +25,8 @@ def note_lists(recording: Recording) -> Iterator[str]:
 
 
 def _note_avoidable(recording: Recording) -> Iterator[str]:
-    """Yield a line about ops that widen 16-bit values which later ops cast back, if the list `fast` has them.
-
-    The kernels of these ops compute in float32 inside.
+    """Yield a line about casts to float32 that are avoidable. They are needless for ops on the list `fast`, whose
+    kernels compute in float32 inside, if the next op casts the result back to 16 bits.
     """
     if not any(cast.between == "f32" for cast in recording.undone):
         return
@@ -57,7 +56,9 @@ def _note_avoidable(recording: Recording) -> Iterator[str]:
 
 
 def _note_changes(recording: Recording) -> Iterator[str]:
-    """Yield a line for each op that ran and whose rule, in a list of torch's autocast in use, torch has changed."""
+    """Yield a line for each op that ran under a list of torch's autocast, if a version of torch has changed its
+    rule.
+    """
     ran = {op.op for op in recording.ops}
     lists = {op.entry.partition(".yaml:")[0] for op in recording.ops if op.entry.startswith(_AUTOCAST)}
     for name in sorted(lists.intersection(config.shipped.shipped_names())):

@@ -24,13 +24,16 @@ class TroubleRecord:
         learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
         then: what follows the step: "stop", "skip" or "go".
-        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without such a fault.
+        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if
+            there was no fault.
         micro_batches: the number of losses in the repeated step.
         faults: the number of faults that were found.
         differences: how the repetition differs from the step; empty if it was the same.
         obstacle: why the step could not be repeated to its end; "" without an obstacle.
-        has_stepped: whether weights had changed in this step already: by a closure, or by another optimizer.
-        is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
+        has_stepped: whether weights had changed in this step already: in a step with a closure, or by another
+            optimizer.
+        is_repeated: False if this step was not repeated, because the previous step has made weights that are not
+            finite.
     """
 
     kind: ClassVar[str] = "trouble"
@@ -58,7 +61,7 @@ _THEN = {
 }
 
 
-_FLIGHT = "  flight  "  # the name of the lines about the steps before; they are indented by its width
+_FLIGHT = "  flight  "  # the heading of the lines from the flight recorder, which are indented by its width
 
 
 def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequence[str]) -> str:
@@ -66,7 +69,7 @@ def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequen
 
     Args:
         faults: the reports of its faults.
-        flight: the lines about the steps before it.
+        flight: lines from the flight recorder, about the steps before.
     """
     rows = [(f"  {name}", text) for name, text in _describe(trouble)]
     lines = [part for line in flight for part in textwrap.wrap(line, WIDTH - len(_FLIGHT), subsequent_indent="  ")]

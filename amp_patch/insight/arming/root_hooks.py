@@ -1,5 +1,5 @@
-"""`RootHooks`: hooks of the outermost module that runs, the root, in the place of global hooks. torch calls modules
-faster if no global hook is on.
+"""`RootHooks`: while a model runs, replaces global hooks by hooks of the outermost module alone (the *root*). torch
+calls modules faster if no global hook is on.
 """
 
 import sys
@@ -47,12 +47,12 @@ class RootHooks:
         self.leave = leave
         self._hooks: weakref.WeakKeyDictionary[nn.Module, tuple[PausableHook, ...]] = weakref.WeakKeyDictionary()
         self._root: nn.Module | None = None
-        self._stale: nn.Module | None = None  # a root whose hooks are still on after its call
-        self._threads: set[int] = set()  # those that have called a model
+        self._stale: nn.Module | None = None  # a root whose hooks are still on after its call has ended
+        self._threads: set[int] = set()  # the threads that have called a model
         self._compiled_before = count_compiled()
 
     def stands_for(self, root: nn.Module) -> bool:
-        """Return whether a root runs with hooks of its own."""
+        """Return whether `root` runs now, and the global hooks are off for it."""
         return root is self._root
 
     def note_thread(self) -> None:
@@ -62,10 +62,12 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
-        The global hooks stay on if turning them off could hide a call in another thread, or make torch.compile compile
-        a function again; for a ScriptModule; and if the hooks of an earlier root are still on, which are turned off.
+        The global hooks stay on in these cases: another thread calls models, too, and its calls would be missed;
+        something was compiled, and torch.compile would compile it again; the root is a ScriptModule; the hooks of an
+        earlier root are still on.
         """
-        if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
+        # only turn the hooks of the earlier root off, because torch may still call them in this call
+        if self._stale is not None:
             self._turn_stale_off()
             return
         if (
@@ -80,7 +82,8 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on and the root's own off. While an exception is handled, its own stay on.
+        """Turn the global hooks on and the root's own off. While an exception is handled, the root's own stay on for
+        now.
 
         Harmless twice.
         """
