@@ -52,7 +52,10 @@ class ScalerFlow:
 
     @cached_property
     def is_used(self) -> bool:
-        """Whether the script may use an enabled GradScaler: it makes none itself, or one without `enabled=False`."""
+        """Whether the script may use an enabled GradScaler.
+
+        Its text must contain "scaler". The script makes no GradScaler itself, or one without `enabled=False`.
+        """
         if "scaler" not in self._script.text.lower():
             return False
         return not self.makers or not all(map(_is_disabled, self.makers))
@@ -98,7 +101,7 @@ class ScalerFlow:
 
     @cached_property
     def _scaling_frames(self) -> dict[str, set[ast.AST]]:
-        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign this."""
+        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign it."""
         frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
             if self._is_scaled(assignment.value, frames):
@@ -115,7 +118,7 @@ class ScalerFlow:
             return True
         frame = self._script.frame(value)
         for name in names_in(value) & scaling_frames.keys():
-            # a local variable of this function, not the scaled one of another
+            # a local variable of this function, not the scaled variable of another function
             is_local = "." not in name and frame in self._assigning_frames[name]
             if not is_local or frame in scaling_frames[name]:
                 return True
@@ -147,7 +150,10 @@ class ScalerFlow:
 
     @cached_property
     def plain_backwards(self) -> list[ast.Call]:
-        """The backward passes of losses that nothing seems to scale: no name in the loss or its values has "scal"."""
+        """The backward passes of losses that nothing seems to scale.
+
+        No name in such a loss, or in a value that is assigned to it, contains "scal".
+        """
         plain = []
         for call, is_scaled in self._backwards:
             loss = call.func.value if isinstance(call.func, ast.Attribute) else call
@@ -184,12 +190,12 @@ class ScalerFlow:
 
     @cached_property
     def scaled_backwards_and_callers(self) -> list[ast.Call]:
-        """The backward passes of scaled losses, and calls of functions with one, but no unscale, step or update."""
+        """The backward passes of scaled losses, and calls of functions that have one and no unscale, step or update."""
         return self._with_callers(self.scaled_backwards, without=[*self.unscales, *self.steps, *self.updates])
 
     @cached_property
     def _steps_and_callers(self) -> list[ast.Call]:
-        """The calls `scaler.step(optimizer)`, and calls of functions with one, but no backward pass or unscale."""
+        """The calls `scaler.step(optimizer)`, and calls of functions that have one and no backward pass or unscale."""
         passes = [*self.scaled_backwards, *self.plain_backwards]
         return self._with_callers(self.steps, without=[*self.unscales, *passes])
 
@@ -305,7 +311,7 @@ class ScalerFlow:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled backward pass before the call `event`, if the call `step` after it uses its gradients.
+        """Return the last scaled backward pass before `event`, if `step`, which follows `event`, uses its gradients.
 
         Returns None if this is not sure, for example if a backward pass may run between `event` and `step`.
         """
@@ -353,7 +359,7 @@ def _is_call_of(call: ast.Call, names: set[str]) -> bool:
 
 
 def grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of a fault that only an enabled GradScaler makes: "error" if it is always enabled."""
+    """Return the severity of a fault that needs an enabled GradScaler: "error" if all of the script's are enabled."""
     return "error" if flow.is_always_enabled else "warning"
 
 

@@ -42,7 +42,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
     """Return whether the last value of a name before a call is probably a model on the CPU.
 
-    It is if a class makes it, as in `Net()`, or if `from_pretrained` does. Other functions may move it to a device.
+    It is one if a class or `from_pretrained` makes it, as in `Net()`. Other functions may move a model to a device.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):
