@@ -332,9 +332,9 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
     """,
 )
 def goes_backward_in_region(script: Script) -> Iterator[Fault]:
-    """Outside of the region, a backward pass runs each op in the dtype of its forward op. Inside the region, the
-    ops in the script's own autograd functions and hooks are cast in the backward pass, too. torch advises against a
-    backward pass in a region.
+    """Outside of the region, a backward pass runs each op in the dtype of its forward op. Inside the region, autocast
+    casts the ops of the backward pass, too. For example, the gradients of a matrix product that ran in float32 are
+    computed in 16 bits. torch advises against a backward pass in a region.
     """
     for region in find_regions(script):
         if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _has_training_loop(script, region.body):

@@ -23,7 +23,7 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
     """,
 )
 def models_moved_late(script: Script) -> Iterator[Fault]:
-    """`initialize` prepares casts for the type of the model's device. `scale_loss` refuses a loss on any other type."""
+    """`initialize` prepares casts for one type of device, the model's. `scale_loss` refuses losses on other types."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
         return  # models may be made on the default device, so a later move may change nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]

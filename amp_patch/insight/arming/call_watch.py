@@ -259,6 +259,7 @@ class CallWatch:
             return
         first = _find_tensor(args)
         caller = find_caller()
+        # a cast by amp itself: a repeated step lets amp cast `first` again
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
