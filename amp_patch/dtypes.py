@@ -19,7 +19,7 @@ float64, complex, integer, float8 and quantized tensors stay as they are.
 """
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
-"""The classes of most tensors. Tensors of exactly these classes are never opaque.
+"""The classes of most tensors. Tensors of exactly these classes are never opaque (see `is_opaque`).
 
 This is a tuple because Dynamo of torch 2.6 cannot look a class up in a frozenset.
 """

@@ -26,8 +26,9 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""Of a longer message of a PolicyError or OpListError, which may quote a file, this number of characters is kept: half
-at its beginning, half at its end.
+"""The most characters of the message of a PolicyError or OpListError, which may quote a file.
+
+Of a longer message, the middle is left out.
 """
 
 
@@ -149,8 +150,8 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     """Return ` Did you mean 'x'?` with the allowed words that `word` may mean, to append to an error.
 
     Returns an empty string if no allowed word is similar, if `word` itself would be suggested, or if `word` is not
-    text. Case, and spaces, hyphens and underscores inside it, do not matter. If the module `synonyms` knows an allowed
-    word for `word`, that is suggested, and not a word with a similar spelling.
+    text. Case does not matter, nor do spaces, hyphens and underscores inside a word. If the module `synonyms` knows an
+    allowed word for `word`, that is suggested, and not a word with a similar spelling.
 
     Args:
         prefix: put before each suggested word.

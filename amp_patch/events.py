@@ -17,7 +17,7 @@ class Watcher:
     """
 
     observes_ops = True
-    """Whether the watcher observes every op. Then a session of `amp_patch.native` wraps ops that torch casts itself."""
+    """Whether the watcher observes every op. If so, a session of `amp_patch.native` also wraps ops that torch casts."""
 
     def session_opened(self, session: Any) -> None:
         """Called when a session has been opened, and when models or optimizers have joined it."""
@@ -34,8 +34,8 @@ class Watcher:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """Called when `step` of a bound optimizer begins. Its gradients are unscaled. Not called if the optimizer calls
-        a closure in its step, which computes them later.
+        """Called when `step` of a bound optimizer begins. Its gradients are unscaled. Not called if the step calls a
+        closure, because that computes the gradients later.
         """
 
     def step_ended(self, optimizer: Any) -> None:
@@ -55,7 +55,7 @@ watchers: list[Watcher] = []
 
 
 class _EventCount:
-    """The number of events so far that watchers were told of. It is an attribute, so that modules that import
+    """The number of calls of `tell` that had watchers to call. `value` is an attribute, so that modules that import
     `event_count` see later values.
     """
 

@@ -17,8 +17,8 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
     Writes a temporary file in the same folder and renames it, so the old file survives a full disk or a killed process.
     If only the file may be written, and not its folder, the file is overwritten in place. A link stays a link, and its
-    target is written. Anything but a regular file, such as a pipe, is written to directly. Content for /dev/stdout goes
-    where other output of the process goes, also into a file.
+    target is written. Anything but a regular file, such as a pipe, is written to directly. Content for /dev/stdout
+    goes to the stdout of the process, even if that is a file.
     """
     data = content
     if isinstance(content, str):

@@ -73,9 +73,9 @@ def match_function(like: str) -> Callable[[Function], Function]:
     """Decorator: cast the tensors of a function to the dtype of its argument `like` while a session patches functions.
 
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
-    tensors that were passed. A call casts nothing if that argument is None, or a tensor of another dtype than float16,
-    bfloat16 and float32. It raises OpListError if the argument is something else than a tensor, or if it holds integers
-    or bools while the floating arguments have several dtypes.
+    tensors that were passed. A call casts nothing if the argument `like` is None, or a tensor of another dtype than
+    float16, bfloat16 and float32. A call raises OpListError if `like` is neither None nor a tensor, or if it holds
+    integers or bools while the floating arguments have several dtypes.
 
     Raises ArgumentTypeError if `like` is no text. The decorator raises OpListError if the function has no argument of
     this name.

@@ -21,9 +21,9 @@ def has_low_products(device_type: str, dtype: torch.dtype) -> bool:
     """Return whether devices of a type compute products in a 16-bit dtype fast.
 
     CPUs do so only in bfloat16. oneDNN must have products of bfloat16 (ONEDNN_MAX_CPU_ISA and
-    `torch.backends.mkldnn.enabled` can forbid it). An x86 CPU must also have the instructions, because oneDNN imitates
-    them on any CPU with AVX-512. float16 counts as slow on every CPU: even with avx512_fp16, the backward pass of a
-    convolution takes 150 times as long as in float32 (torch 2.13.0).
+    `torch.backends.mkldnn.enabled` can forbid them). An x86 CPU must also have an instruction for bfloat16, because
+    oneDNN imitates these products on any CPU with AVX-512. float16 counts as slow on every CPU: even with avx512_fp16,
+    the backward pass of a convolution takes 150 times as long as in float32 (torch 2.13.0).
 
     NVIDIA GPUs have fast products of bfloat16 from compute capability 8.0 on. float16 counts as fast on every GPU, and
     both dtypes on every other accelerator.
@@ -44,10 +44,10 @@ def get_max_attention_scores(device_type: str, dtype: torch.dtype) -> int:
     `has_low_products` is False.
 
     On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it
-    calls oneDNN for each of many small products. Forward, backward and casts together take this part of the time of
-    bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196, 0.9 at
-    256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so float32 wins only up
-    to 64x64.
+    calls oneDNN for each of many small products. In float32, forward, backward and casts together take this part of
+    their time in bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at
+    196x196, 0.9 at 256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so
+    float32 wins only up to 64x64.
     """
     if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):
         return 0

@@ -26,8 +26,8 @@ def make_policy(
     Args:
         overrides: values of properties, by name. None counts as not given. Names of anything that is not an override
             (see `Policy.get_overrides`) are ignored, so a caller can pass all its arguments.
-        presets: the presets file that has the level. By default, the environment variable AMP_PATCH_PRESETS has its
-            path; if that is not set, the shipped file is read.
+        presets: the presets file that has the level. By default, the file whose path is in the environment variable
+            AMP_PATCH_PRESETS; if that is not set, the shipped file.
 
     Raises PolicyError for an unknown level or a wrong presets file; and for overrides that cannot be read or contradict
     the level, with all of these problems in the message.
@@ -180,7 +180,7 @@ def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
 def _parse_properties(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     """Return the values of the properties in `entries`, the mapping in the node `level` without `extends`."""
     parsers = Policy.get_preset_properties()
-    # `null` stands for an empty default, so it is an error for `loss_scale` and `compute`
+    # `null` stands for a default that is None or empty, so it is an error for `loss_scale` and `compute`
     may_be_null = {declared.name for declared in fields(Policy) if not declared.default}
     result: dict[str, Any] = {}
     for name, node in entries.items():

@@ -120,7 +120,8 @@ _KINDS = {"def": _AN_OP, "class": "a class"}
 def _classify(module_name: str, name: str) -> str:
     """Return `_AN_OP` for an op, else why it is none, such as "a class" or "a context manager".
 
-    Returns `_NOT_DEFINED` if the module has no such attribute, or has imported it and does not list it in `__all__`.
+    Returns `_NOT_DEFINED` if the module has no such attribute, or if it only imports the attribute and does not list it
+    in `__all__`.
     """
     module = sys.modules.get(module_name)
     if module is None:
@@ -215,7 +216,7 @@ def _read_definitions(module_name: str) -> dict[str, str]:
 
 
 def _list_op_modules() -> list[str]:
-    """Return the names of the modules that `_may_have_ops`: imported ones, and modules in imported packages."""
+    """Return the names of the modules that may have ops: imported modules, and the files of imported packages."""
     names: dict[str, None] = {}
     for name, module in list(sys.modules.items()):
         if _may_have_ops(name) and module is not None:
@@ -227,7 +228,7 @@ def _list_op_modules() -> list[str]:
 
 @functools.cache
 def _list_below(package_name: str) -> tuple[str, ...]:
-    """Return the modules that `_may_have_ops` among the files in the folder of an imported package of torch."""
+    """Return the modules that may have ops among the files in the folder of an imported package of torch."""
     names = [
         f"{package_name}.{file.stem}"
         for folder in getattr(sys.modules[package_name], "__path__", ())

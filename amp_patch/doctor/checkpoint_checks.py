@@ -20,7 +20,7 @@ from .tree import function_of, text_of
     """,
 )
 def saves_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
+    """A run resumed without its loss scale starts at the initial scale, and may skip steps until the scale fits."""
     # without a call such as torch.save, the state may serve another purpose than a checkpoint
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_amp(script, "state_dict")
@@ -42,7 +42,7 @@ def saves_without_amp(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_amp(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
+    """A run resumed without its loss scale starts at the initial scale, and may skip steps until the scale fits."""
     call = _find_call_without_amp(script, "load_state_dict")
     if call is not None:
         message = "the optimizer's state is loaded but not amp's: the run may skip steps until its loss scale fits"
@@ -50,11 +50,11 @@ def loads_without_amp(script: Script) -> Iterator[Fault]:
 
 
 def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method`, if the script does not save or load amp's loss scale likewise.
+    """Return the first call of an optimizer's `method` in a script that does not save or load amp's loss scale.
 
     `method` is "state_dict" or "load_state_dict". A script saves or loads the loss scale if it calls amp's function of
-    the same name, or reads `loss_scalers`. Returns None if it does, if there is no such call, if the script does not
-    train with amp, or if the loss scale is not dynamic.
+    the same name, or reads `loss_scalers`. Returns None if the script does so, if no optimizer's `method` is called, if
+    the script does not train with amp, or if the loss scale is not dynamic.
     """
     keeps_scale = bool(script.calls_of(f"amp.{method}")) or "loss_scalers" in script.text
     is_training = bool(script.initializations or script.blocks)
@@ -88,7 +88,7 @@ def _find_call_without_amp(script: Script, method: str) -> ast.Call | None:
     """,
 )
 def state_before_initialize(script: Script) -> Iterator[Fault]:
-    """amp has no state before `initialize`, so the call raises SessionError. Often only a resumed run makes it."""
+    """amp has no state before `initialize`, so the call raises SessionError. Often only a resumed run has this call."""
     for call in script.calls_of("amp.load_state_dict", "amp.state_dict"):
         is_after = any(script.is_before(initialization, call) for initialization in script.initializations)
         is_before = any(script.is_before(call, initialization) for initialization in script.initializations)
@@ -123,7 +123,7 @@ def state_before_initialize(script: Script) -> Iterator[Fault]:
     """,
 )
 def saves_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
+    """A run resumed without its loss scale starts at the initial scale, and may skip steps until the scale fits."""
     if any("save" in function_of(call) for call in script.calls):
         call = _find_call_without_scaler(script, "state_dict")
         if call is not None:
@@ -156,20 +156,22 @@ def saves_without_scaler(script: Script) -> Iterator[Fault]:
     """,
 )
 def loads_without_scaler(script: Script) -> Iterator[Fault]:
-    """A run that is resumed without its loss scale starts at the initial scale, and may skip steps until that fits."""
+    """A run resumed without its loss scale starts at the initial scale, and may skip steps until the scale fits."""
     call = _find_call_without_scaler(script, "load_state_dict")
     if call is not None:
-        message = "the optimizer's state is loaded but not the GradScaler's: the run may skip steps until that fits"
+        message = (
+            "the optimizer's state is loaded but not the GradScaler's: the run may skip steps until its scale fits"
+        )
         yield Fault(call, _grade(script), message, 'Call `scaler.load_state_dict(checkpoint["scaler"])` as well.')
 
 
 def _grade(script: Script) -> Severity:
-    """Return "note" if the GradScaler may be disabled, as for bfloat16: then it has no state. Else return "warning"."""
+    """Return "note" if the GradScaler may be disabled, and then has no state. Else return "warning"."""
     return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
-    """Return the first call of an optimizer's `method`, if the script does not call the method of the GradScaler.
+    """Return the first call of an optimizer's `method`, if the script does not call the GradScaler's `method`.
 
     `method` is "state_dict" or "load_state_dict". Returns None if the script may do so, if there is no such call, or if
     no GradScaler steps the optimizer.

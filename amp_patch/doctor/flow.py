@@ -104,7 +104,7 @@ class Flow:
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
             return None
-        # bfloat16 comes first, because it loses more
+        # report bfloat16 first: it rounds more coarsely than float16
         low.sort(key=lambda origin: origin.dtype != "bfloat16")
         return Verdict(low[0].dtype, low[0].node, is_certain=len(low) == len(origins))
 
@@ -138,7 +138,7 @@ class Flow:
         if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
-            # a parameter or a local variable hides the import of the same name
+            # a local variable hides the import of the same name
             return [] if isinstance(self._scope_of(node), _FUNCTIONS) else imported
         return self._find_in_values(values, depth)
 
@@ -180,9 +180,7 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values of `dtype` in `{"dtype": ...}` or `dict(dtype=...)`. `node` may also be a name for one of
-        these.
-        """
+        """Yield the values of `dtype` in `{"dtype": ...}` or `dict(dtype=...)`, or in a name of one of these."""
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
@@ -242,7 +240,10 @@ class Flow:
                 yield _UNKNOWN  # the value that a user may give
 
     def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values that calls of a class pass for a field, and its default if they may use it."""
+        """Yield the values that calls of a class pass for a field, and its default if a call may leave the field out.
+
+        Yields `_UNKNOWN`, too, if the script may not show all values.
+        """
         calls = self._calls.get(class_name, [])
         passed = [argument_of(call, name) for call in calls]
         yield from (value for value in passed if value is not None)
@@ -252,7 +253,7 @@ class Flow:
             yield _UNKNOWN
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the values that calls pass for an argument of a function, and its default if they may use it."""
+        """Yield the values that calls pass for an argument of a function; also its default if a call may omit it."""
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -283,8 +284,8 @@ class Flow:
     def _may_get_others(self, called_name: str) -> bool:
         """Return whether a function or class may be called with arguments that the script does not show.
 
-        That is so if a call has `*args` or `**kwargs`, or if the script passes the function or class to another
-        function, as in `tyro.cli(Config)`.
+        That is so if a call has `*args` or `**kwargs`. It is also so if the function or class is itself an argument,
+        as in `tyro.cli(Config)`, which calls `Config` with values from the command line.
         """
         for call in self._calls.get(called_name, ()):
             if any(isinstance(argument, ast.Starred) for argument in call.args):
@@ -304,7 +305,7 @@ class Flow:
     # ---- models and tensors ------------------------------------------------------------------------------------------
 
     def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that a model or tensor may have when the node `at` runs, each with its node.
+        """Return the dtypes that a model or tensor may have when the node `at` runs, each with the node that gave it.
 
         Returns one `Origin` with the dtype "" if the script shows none.
         """
@@ -326,7 +327,7 @@ class Flow:
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
         """Return the dtypes that the result of a call may have.
 
-        If the script shows none, return an empty list, or one `Origin` with the dtype "".
+        If the script shows none, returns an empty list or an `Origin` with the dtype "".
         """
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
@@ -360,13 +361,13 @@ class Flow:
     def _find_default(self, maker: ast.Call) -> list[Origin]:
         """Return the dtypes that `torch.set_default_dtype` may have set when the call `maker` makes a model or tensor.
 
-        A call of `torch.set_default_dtype` overrides earlier ones if it is at module level or in the function of
-        `maker`, and under no `if`.
+        A call at module level, or in the function that contains `maker`, replaces the dtypes of all calls before it. If
+        an `if` may skip this call, it adds its dtype to theirs.
         """
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        # calls in the function of `maker` come last, because the others have usually run before
+        # calls in the function of `maker` come last: calls elsewhere have usually run before that function
         for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
             frame = self._script.frame(call)
             if frame is here and not self._script.is_before(call, maker):
@@ -382,7 +383,8 @@ class Flow:
         """Return the origins of the value that a name has when the node `at` runs.
 
         An *event* gives the name its dtype: an assignment, or a cast in place. In each function, the last event counts;
-        in the function of `at`, the last one before `at`. If it is under an `if`, the events before it count, too.
+        in the function of `at`, the last one before `at`. If an `if` may skip this event, the event before it counts,
+        too.
         """
         events_by_frame: dict[ast.AST, list[ast.expr]] = {}
         for event in sorted(self._find_events(node), key=position):

@@ -9,7 +9,7 @@ from .scaler_flow import ScalerFlow, grade
 from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
-_UNSCALE = "Call scaler.unscale_(optimizer) before they are read."
+_UNSCALE = "Call scaler.unscale_(optimizer) before the gradients are read."
 _CLAMPING = ("clamp_", "clip_", "clamp_min_", "clamp_max_", "renorm_")
 _CLIPPING_NAMES = ("clip_grad", "clip_gradient", "adaptive_clip", "clip_norm")
 """Parts of names of functions that clip gradients, of a library (`dispatch_clip_grad` of timm) or of the script."""
@@ -70,8 +70,8 @@ def clips_scaled(script: Script) -> Iterator[Fault]:
 def _find_clippings(script: Script) -> Iterator[ast.Call]:
     """Yield the calls that seem to clip gradients to a limit that is not scaled. A call may occur twice.
 
-    It may be a call of torch's `clip_grad_norm_` or its like, of a function of the script that calls one of these, of a
-    function with a name such as `dispatch_clip_grad`, or of a method such as `clamp_` of a gradient.
+    These are calls of `CLIPPERS`, such as `clip_grad_norm_` of torch, and of the script's functions that call one of
+    them. They are also calls of functions with a name such as `dispatch_clip_grad`, and of `p.grad.clamp_()`.
     """
     clippers = script.calls_of(*CLIPPERS)
     clipping_functions = {script.frame(call) for call in clippers}

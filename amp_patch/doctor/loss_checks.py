@@ -40,8 +40,8 @@ def unscaled_in_block(script: Script) -> Iterator[Fault]:
     if not script.expected.scales:
         return
 
-    # Names in expressions that are scaled: `scaled_loss` of a block, `amp.scale` of `amp.scale(loss)`, and names that
-    # are assigned a value with such a name.
+    # An expression counts as scaled if it contains one of these names: `amp.scale_loss`, `amp.scale`, the `scaled_loss`
+    # of a block, or a name to which a scaled expression is assigned.
     scaled = {text_of(node) for node in script.nodes if script.names.resolve(node) & {"amp.scale_loss", "amp.scale"}}
     for block in script.blocks:
         scaled |= {block.name, text_of(block.call.func)}

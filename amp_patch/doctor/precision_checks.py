@@ -44,8 +44,8 @@ def may_be_low(script: Script) -> bool:
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
     """Return the severity and the message of a fault about a value in 16 bits.
 
-    The fault is a warning if the value has 16 bits in every run. Else it is a note, whose message says at which dtype:
-    "if the dtype is bfloat16: ...".
+    The fault is a warning if the value has 16 bits in every run. Else it is a note, and its message begins with
+    "if the dtype is bfloat16: ".
     """
     if verdict.is_certain:
         return "warning", message

@@ -264,7 +264,7 @@ def loops_in_region(script: Script) -> Iterator[Fault]:
 
 
 def _has_training_loop(script: Script, body: ast.AST) -> bool:
-    """Return whether a region has a loop with a step of an optimizer, or calls a function that has one."""
+    """Return whether a region has a loop with a step of an optimizer, or calls a function that has such a loop."""
     steps = [call for call, receiver in script.method_calls("step") if _is_step(script, call, receiver)]
     if any(_is_in_loop_within(script, step, body) for step in steps):
         return True
@@ -333,8 +333,8 @@ def _is_in_loop_within(script: Script, step: ast.AST, body: ast.AST) -> bool:
 )
 def goes_backward_in_region(script: Script) -> Iterator[Fault]:
     """Outside of the region, a backward pass runs each op in the dtype of its forward op. Inside the region, autocast
-    also casts ops in the backward pass, in autograd functions and hooks that a script defines. torch advises
-    against a backward pass there.
+    casts the ops of the backward pass, too. For example, the gradients of a matrix product that ran in float32 are
+    computed in 16 bits. torch advises against a backward pass in a region.
     """
     for region in find_regions(script):
         if not isinstance(region.body, (ast.With, ast.AsyncWith)) or _has_training_loop(script, region.body):

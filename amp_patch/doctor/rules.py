@@ -3,7 +3,7 @@
 To add a rule, write a generator of `Fault`s with the decorator `rule`. Its docstring is the reason for the rule, which
 users see. The examples are its test: the rule must report the lines of `bad` that end in a comment with its code, and
 nothing in `good`. Codes never change, because users select rules by code, and silence a rule with
-`# amp-patch: ignore[CODE]`. Do not use the code of a removed rule again: CHANGELOG.md lists them.
+`# amp-patch: ignore[CODE]`. Do not use the code of a removed rule again: CHANGELOG.md lists the removed rules.
 """
 
 import ast

@@ -80,8 +80,8 @@ def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: as
     """,
 )
 def steps_on_scaled(script: Script) -> Iterator[Fault]:
-    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. If a script calls
-    the optimizer's own step, it uses gradients that are still multiplied by the scale (65536 at first), and may be inf.
+    """Only the scaler divides gradients by the loss scale, and leaves a step out after an overflow. The optimizer's
+    own step uses gradients that are still multiplied by the scale (65536 at first), and may be inf.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -246,7 +246,7 @@ def _may_be_fused(script: Script, optimizer: ast.expr) -> bool:
 def zeroes_before_step(script: Script) -> Iterator[Fault]:
     """Without gradients, `scaler.step` raises AssertionError: "No inf checks were recorded for this optimizer". If the
     optimizer is fused, `scaler.update` raises an error instead. With `set_to_none=False`, the step uses zeros, and
-    nothing raises. The same error appears if the loss does not depend on the parameters of the optimizer.
+    nothing raises. The AssertionError also appears if the loss does not depend on the parameters of the optimizer.
     """
     flow = ScalerFlow(script)
     if not flow.is_used:
@@ -269,7 +269,7 @@ def _holds_parameters_of(script: Script, optimizer: ast.expr, owner: str) -> boo
 
 
 def _loses_gradients(flow: ScalerFlow, zeroing: ast.Call, step: ast.Call) -> bool:
-    """Return whether `scaler.step` finds no gradients, because `zero_grad` runs between the backward pass and it."""
+    """Return whether `scaler.step` finds no gradients, because `zero_grad` runs after the backward pass."""
     loss = flow.find_only_loss(zeroing, step)
     # a step or `unscale_` before the zeroing has recorded the checks, so torch does not raise the error
     return loss is not None and not any(flow.between([*flow.steps, *flow.unscales], loss, zeroing))

@@ -52,7 +52,10 @@ class ScalerFlow:
 
     @cached_property
     def is_used(self) -> bool:
-        """Whether the script may use an enabled GradScaler: it makes none itself, or one without `enabled=False`."""
+        """Whether the script may use an enabled GradScaler.
+
+        Its text must contain "scaler". The script makes no GradScaler itself, or one without `enabled=False`.
+        """
         if "scaler" not in self._script.text.lower():
             return False
         return not self.makers or not all(map(_is_disabled, self.makers))
@@ -115,7 +118,7 @@ class ScalerFlow:
             return True
         frame = self._script.frame(value)
         for name in names_in(value) & scaling_frames.keys():
-            # a local variable of this function is not the scaled loss of the same name in another function
+            # a local variable of this function, not the scaled variable of another function
             is_local = "." not in name and frame in self._assigning_frames[name]
             if not is_local or frame in scaling_frames[name]:
                 return True
@@ -147,8 +150,9 @@ class ScalerFlow:
 
     @cached_property
     def plain_backwards(self) -> list[ast.Call]:
-        """The backward passes of losses that nothing seems to scale: neither the loss nor a value assigned to it
-        contains a name with "scal" in it.
+        """The backward passes of losses that nothing seems to scale.
+
+        No name in such a loss, or in a value that is assigned to it, contains "scal".
         """
         plain = []
         for call, is_scaled in self._backwards:
@@ -186,16 +190,12 @@ class ScalerFlow:
 
     @cached_property
     def scaled_backwards_and_callers(self) -> list[ast.Call]:
-        """The backward passes of scaled losses, and calls of the script's functions that run such a pass, but do not
-        unscale, step or update.
-        """
+        """The backward passes of scaled losses, and calls of functions that have one and no unscale, step or update."""
         return self._with_callers(self.scaled_backwards, without=[*self.unscales, *self.steps, *self.updates])
 
     @cached_property
     def _steps_and_callers(self) -> list[ast.Call]:
-        """The calls `scaler.step(optimizer)`, and calls of the script's functions that make such a call, but run no
-        backward pass and do not unscale.
-        """
+        """The calls `scaler.step(optimizer)`, and calls of functions that have one and no backward pass or unscale."""
         passes = [*self.scaled_backwards, *self.plain_backwards]
         return self._with_callers(self.steps, without=[*self.unscales, *passes])
 
@@ -312,7 +312,7 @@ class ScalerFlow:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled backward pass before the call `event`, if the call `step` after it uses its gradients.
+        """Return the last scaled backward pass before `event`, if `step`, which follows `event`, uses its gradients.
 
         Returns None if this is not sure, for example if a backward pass may run between `event` and `step`.
         """
@@ -360,7 +360,7 @@ def _is_call_of(call: ast.Call, names: set[str]) -> bool:
 
 
 def grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of a fault that only an enabled GradScaler makes: "error" if it is always enabled."""
+    """Return the severity of a fault that needs an enabled GradScaler: "error" if all of the script's are enabled."""
     return "error" if flow.is_always_enabled else "warning"
 
 

@@ -11,7 +11,7 @@ from ..config import DEFAULT_LEVEL
 from .names import Names
 from .tree import SCOPES, Tree, argument_of, function_of, parts_of, position, text_of
 
-# Functions of amp, in the spelling of the doctor's rules (see `names`). Scripts that train with amp call one of
+# Functions of Apex and of amp_patch, as `names.canonical` spells them. Scripts that train with amp call one of
 # `_TRAINING`.
 _TRAINING = ("amp.initialize", "amp.scale_loss", "amp.master_params", "amp.init")
 _AMP = (*_TRAINING, "amp.session", "amp.state_dict", "amp.load_state_dict", "amp.disable_casts")
@@ -165,7 +165,8 @@ class Script(Tree):
     def is_optimizer(self, node: ast.AST) -> bool:
         """Return whether an expression seems to be an optimizer.
 
-        It is passed to amp as one, or assigned one of torch.optim, or has "optim" in its name.
+        It seems to be one if it is passed to amp as an optimizer, if an optimizer of torch.optim is assigned to it, or
+        if the last part of its name contains "optim".
         """
         text = text_of(node)
         is_named = "optim" in text.rpartition(".")[2].lower()

@@ -23,7 +23,7 @@ from .tree import argument_of, function_of, names_in, parts_of, position, text_o
     """,
 )
 def models_moved_late(script: Script) -> Iterator[Fault]:
-    """`initialize` prepares casts for the type of the model's device. `scale_loss` refuses a loss on any other type."""
+    """`initialize` prepares casts for one type of device, the model's. `scale_loss` refuses losses on other types."""
     if script.calls_of("torch.set_default_device", "torch.set_default_tensor_type"):
         return  # models may be made on the default device, so a later move may change nothing
     moves = [(call, receiver) for call, receiver in script.method_calls("cuda", "to") if _is_move(script, call)]
@@ -42,7 +42,7 @@ def models_moved_late(script: Script) -> Iterator[Fault]:
 def _is_made_on_cpu(script: Script, name: str, call: ast.Call) -> bool:
     """Return whether the last value of a name before a call is probably a model on the CPU.
 
-    It is if a class makes it, as in `Net()`, or if `from_pretrained` does. Other functions may move it to a device.
+    It is one if a class or `from_pretrained` makes it, as in `Net()`. Other functions may move a model to a device.
     """
     values = [value for value in script.values_of(name) if script.is_before(value, call)]
     if not values or not isinstance(values[-1], ast.Call):

@@ -108,7 +108,7 @@ class Tree:
             yield node, field
 
     def parent_statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that contains a node, or is it."""
+        """Return the node itself if it is a statement, or else the innermost statement that contains it."""
         while not isinstance(node, ast.stmt):
             node = self._parents[node][0]
         return node

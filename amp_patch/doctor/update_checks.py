@@ -50,7 +50,7 @@ def never_updates(script: Script) -> Iterator[Fault]:
     # for a scaler in an attribute, the loop may be in another method
     if is_kept_here and (script.is_in_loop(step) or isinstance(scaler, ast.Attribute)):
         message = "nothing calls scaler.update(): the second step raises RuntimeError"
-        yield Fault(step, grade(flow), message, "Call scaler.update() after it, once per iteration.")
+        yield Fault(step, grade(flow), message, "Call scaler.update() after scaler.step, once per iteration.")
 
 
 def _arguments_of(call: ast.Call) -> list[ast.expr]:
@@ -90,7 +90,9 @@ def updates_too_early(script: Script) -> Iterator[Fault]:
         return
     for step in flow.steps:
         if _updates_for_each_optimizer(script, flow, step):
-            message = "scaler.update() runs between the steps of two optimizers, and may change the scale there"
+            message = (
+                "scaler.update() runs in the loop over optimizers: the scale may change before the next scaler.step"
+            )
             yield Fault(step, "warning", message, _UPDATE)
         elif _follows_update(flow, step):
             message = "the scale may have changed since the backward pass: scaler.update() comes before this step"
@@ -103,16 +105,15 @@ def _follows_update(flow: ScalerFlow, step: ast.Call) -> bool:
     loss = None if update is None else flow.find_only_loss(update, step)
     if update is None or loss is None:
         return False
-    # If this optimizer has stepped before the update too, it is unclear which gradients it steps on now: the script may
-    # have set them by hand. Do not report it.
+    # if the optimizer also steps before the update, its second step may use gradients that the script set by hand
     steps_before = {text_of(call) for call in flow.between(flow.steps, loss, update)}
     return text_of(step) not in steps_before
 
 
 def _updates_for_each_optimizer(script: Script, flow: ScalerFlow, step: ast.Call) -> bool:
-    """Return whether a step is in a loop over optimizers that updates the scale in each round.
+    """Return whether a step is in a loop over optimizers that also calls `scaler.update`.
 
-    The backward pass must be before the loop, and not in it.
+    The backward pass must be before the loop. A loop that contains a backward pass does not count.
     """
     loop = script.loop_around(step)
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not names_in(step.args[0]) & names_in(loop.target):

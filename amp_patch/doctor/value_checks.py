@@ -33,7 +33,7 @@ _GROWING = ("add_", "sub_", "index_add_", "scatter_add_", "lerp_")
 )
 def grows_in_low(script: Script) -> Iterator[Fault]:
     """A count in bfloat16 stops at 256, because 256 + 1 rounds to 256; a count in float16 stops at 2048. Sums and
-    statistics stop once the values that are added are too small beside them.
+    statistics stop once each added value is too small to change the rounded sum.
     """
     if not may_be_low(script):
         return
@@ -45,7 +45,7 @@ def grows_in_low(script: Script) -> Iterator[Fault]:
             message = f"{target} grows in {verdict.dtype}, where counting by one stops at {LARGEST[verdict.dtype]}"
             severity, message = grade_by(verdict, message)
             if growth == "note":
-                severity, message = growth, f"if many additions meet: {message}"
+                severity, message = growth, f"if many additions are to the same elements: {message}"
             yield Fault(verdict.node, severity, message, "Make it in float32, or a count in an integer dtype.")
 
 
@@ -77,8 +77,8 @@ def _is_from(script: Script, value: ast.expr, factories: tuple[str, ...]) -> boo
 def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | None:
     """Return the severity of repeated additions to the tensor `target`, which the expression `made` makes.
 
-    It is "note" if all of them add to a part of the tensor, such as a window of an image, because each element may get
-    only a few additions. Else it is "warning". None if there are no repeated additions.
+    It is "note" if all additions are to a part of the tensor, such as a window of an image, because each element may
+    get only a few additions. Else it is "warning". None if there are no repeated additions.
     """
     growth: Severity | None = None
     for node in script.nodes:

@@ -1,4 +1,7 @@
-"""Shows which op ran in which precision, and why. `import amp_patch` does not import this package."""
+"""Records which op ran in which precision, finds values that do not fit their dtype, and compares runs.
+
+`import amp_patch` does not import this package.
+"""
 
 __role__ = ""  # the role of this code in reports; `insight/sites.py` lists the roles
 

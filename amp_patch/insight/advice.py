@@ -78,7 +78,7 @@ def _advise_scale(case: _Case) -> Iterator[str]:
     elif remedy.scale is not None and remedy.scale > present:
         yield f"a larger loss scale: {format_scale(remedy.scale)} instead of {format_scale(present)}{in_script}"
     else:
-        yield "no loss scale makes both the smallest and the largest of these fit"
+        yield "no loss scale makes both the smallest and the largest of these gradients fit"
 
 
 def _advise_step(case: _Case) -> Iterator[str]:
@@ -99,9 +99,9 @@ def _advise_step(case: _Case) -> Iterator[str]:
 
 
 def _advise_list(case: _Case) -> Iterator[str]:
-    """Yield a list that keeps the ops in float32, how to use it, and an edit of the script for ops out of its reach.
+    """Yield a list that keeps the ops in float32, how to use the list, and an edit for the ops that no list reaches.
 
-    If no list acts, yield only the edit.
+    If no list has an effect, yield the edit alone. A loss scale comes last, if one is part of the remedy.
     """
     native_run = case.native_run
     entries = _format_choice(case.remedy)

@@ -1,4 +1,4 @@
-"""`CallWatch`: writes the calls of a script outside of modules onto a `Tape`."""
+"""`CallWatch`: writes what a script calls outside of modules (models, functions of torch, backward) onto a `Tape`."""
 
 import functools
 import sys
@@ -40,10 +40,11 @@ class _ThreadState(threading.local):
 
     Attributes:
         root: the outermost module that runs; None between calls of models.
-        depth: how many calls of `root` run at once, because a module may call itself.
-        call: the call of `root` on the tape; None if it was not written there.
-        is_following: whether calls of functions are written to the tape.
-        is_entered: whether the mode is on. It may stay on for a while after `is_following` has become False.
+        depth: the number of calls of `root` that run: a module may call itself.
+        call: the record of the call of `root`; None if this call is not written.
+        is_following: whether calls of functions are written.
+        is_entered: whether `_Mode` is on. It may still be on when `is_following` is False: it cannot be taken off while
+            it handles a call.
     """
 
     def __init__(self) -> None:
@@ -54,9 +55,9 @@ class _ThreadState(threading.local):
 
 
 class CallWatch:
-    """Watches the calls of models by hooks, functions between them by a mode of torch, and `backward`.
+    """Watches calls of models by hooks, calls of torch's functions between them by `_Mode`, and `backward` by a patch.
 
-    The mode is on from the end of a call of a model to the next call, `backward` or step.
+    `_Mode` is on from the end of a call of a model to the next call, `backward` or step.
 
     Args:
         tape: where the calls are written.
@@ -76,7 +77,7 @@ class CallWatch:
         self._local = _ThreadState()
         self._modes: dict[int, _Mode] = {}  # by thread
         self._models: weakref.WeakKeyDictionary[nn.Module, StatefulModules] = weakref.WeakKeyDictionary()
-        # by id of the call of a model: the states of modules before it, which are compared after it
+        # by id of the `Call` of a model: the states of its modules before the call, to compare with those after it
         self._states: dict[int, list[ModuleState]] = {}
         self._root_hooks = RootHooks(self._enter, self._leave)
         self._undo = UndoStack()
@@ -123,8 +124,8 @@ class CallWatch:
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
-    # In the first call of a model, these two hooks run for each of its modules. In later calls, `RootHooks` may turn
-    # them off and use hooks of the model alone.
+    # In the first call of a model, `_enter` and `_leave` run for each of its modules. In later calls, `RootHooks` may
+    # take their place for the model itself, and turn them off for the modules in it.
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
@@ -136,7 +137,7 @@ class CallWatch:
         elif local.root is module:
             if [called for called, _ in calls_under_way()].count(module) > 1:
                 local.depth += 1
-            else:  # the last call of the module was ended by an error that is no Exception: torch calls no hook then
+            else:  # the last call has ended without `_leave`: torch calls no hook after an error that is no Exception
                 self._root_hooks.end()
                 self._note_entry(module, args, sys._getframe(1))
 
@@ -160,7 +161,7 @@ class CallWatch:
             if session is not None and not compiling.is_traced():
                 is_known = module in self._models
                 self._begin_call(session, module, args, get_call_kwargs(frame))
-                if is_known:  # during its first call, `native` looks for models inside of it
+                if is_known:  # in a first call, `native` needs its hooks of inner modules, to look for models
                     self._root_hooks.begin(module)
 
     def _note_end(self, output: Any) -> None:
@@ -258,11 +259,11 @@ class CallWatch:
             return
         first = _find_tensor(args)
         caller = find_caller()
+        # a cast by amp itself: a repeated step lets amp cast `first` again
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
-        # The tape holds a tensor itself if none of its calls has made it. It holds the changed tensor then: do not
-        # change it again.
+        # The tape holds a tensor that none of its calls has made, and this tensor has been changed already.
         if traits.changes_first and (first is None or self._tape.find_maker(first) is None):
             return
         if first is None and not tensors_of((args, kwargs)):
