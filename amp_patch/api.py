@@ -104,8 +104,7 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains the properties.
-        patch_torch_functions_type, compute, split_masters, optimizer_state_type: each replaces the level's property of
-            the same name, too.
+        patch_torch_functions_type, compute, split_masters, optimizer_state_type: these replace properties, too.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 if models are cast, else unchanged.
