@@ -40,7 +40,7 @@ class Session:
 
     Args:
         num_losses: the number of loss scalers.
-        registered: functions that the user registered, as by `register_half_function`, with their rules.
+        registered: functions that the user registered, for example by `register_half_function`, with their rules.
         has_models: whether the session ends when its models are gone. If False, it lasts until it is closed.
         autocast: the torch.autocast regions in which ops cast. None: they cast everywhere.
 
@@ -133,7 +133,7 @@ class Session:
     def observing_all(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager. Inside its block, ops are patched for watchers that observe all ops.
 
-        Here it does nothing: a session patches the ops of its lists when it opens.
+        In this class, it does nothing: a session patches the ops of its lists when it opens.
         """
         return contextlib.nullcontext()
 
@@ -267,8 +267,8 @@ class Session:
             self._cache.invalidate_all()
 
     def sync(self) -> None:
-        """Like `refresh`, but copy only masters that have changed. A live graph may have saved the other parameters:
-        writing to them would make its backward pass fail.
+        """Like `refresh`, but copy only masters that have changed. A live graph may have saved parameters: its backward
+        pass fails if they are written to.
         """
         if self._cache is not None:
             self._cache.invalidate_all()
@@ -337,7 +337,7 @@ class Session:
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number. Raises LossIdError if there is none, ArgumentTypeError for no integer."""
+        """Return a loss scaler by its number. Raises LossIdError if it is out of range."""
         if not hasattr(loss_id, "__index__"):
             raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):
