@@ -93,7 +93,7 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops that return their argument as a new tensor object, although torch does not call them views. If one is missing here,
+# Ops that return their argument as a new tensor object, although torch does not call them views. If one is missing,
 # its result would be taken for a tensor that the op has computed.
 ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
 
@@ -241,8 +241,8 @@ def read_factors(node: Any) -> Iterator[float]:
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
     """Yield the names of the nodes in the graph of a loss, with the dtypes of their first gradients, breadth first.
 
-    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would not notice a script that
-    trains in float16 without a scale.
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would not notice that a
+    script trains in float16 without a scale.
     """
     queue = deque([loss.grad_fn])
     seen = set[Any]()

@@ -129,8 +129,8 @@ class TakeOutsideInput(TakeAnyInput):
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
     """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`).
 
-    If an input is float32 and the first weight of the layer is `low`, this forward casts all arguments. Inputs are the first
-    `count` positional arguments, and the keyword arguments in `_INPUTS`.
+    If an input is float32 and the first weight of the layer is `low`, this forward casts all arguments. Inputs are the
+    first `count` positional arguments, and the keyword arguments in `_INPUTS`.
     """
     cast = CastInputs(low)
 
@@ -213,7 +213,7 @@ class RegionHooks:
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
         """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
-        Returns the positional inputs. If torch calls `enter` afterwards, `enter` finds the region open and does nothing.
+        Returns the positional inputs. If torch calls `enter` afterwards, `enter` sees the open region and does nothing.
         """
         kwargs = get_call_kwargs(frame)
         if self.switch.open_for_module(self.mode, self, frame):

@@ -31,7 +31,7 @@ _MIDDLE = 0x7FFF
 """Just below half the spacing of bfloat16, in the bits of a float32."""
 
 _MINUTE = 2.0**-120
-"""A finite float32 value exceeds `_LARGEST` by less than 2**120. The excess times this vanishes in a sum with `_LARGEST`."""
+"""A finite float32 value exceeds `_LARGEST` by less than 2**120. Times this, the excess vanishes in a sum."""
 
 _BLOCK_ON_CPU = 2**17
 """The number of positions in a block on a CPU. The temporary tensors of a block fit into the cache of a core."""
