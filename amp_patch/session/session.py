@@ -159,8 +159,8 @@ class Session:
     def close(self) -> None:
         """Undo everything. A second call does nothing.
 
-        After an interrupt or an error, this undoes the rest, and then raises the exception. If that is interrupted,
-        too, call `close` again.
+        After an interrupt or an error, this undoes the rest, and then raises the exception. If the second
+        attempt is interrupted, too, call `close` again.
         """
         self.is_whole = False
         with without_overrides():
@@ -225,7 +225,7 @@ class Session:
         return self.bindings.masters.get(parameter)
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters, masters and buffers; `parameter of shape (...)` for others."""
+        """Return the qualified names of parameters, masters and buffers; other tensors are `parameter of shape ...`."""
         return self.bindings.names_of(tensors)
 
     def make_scalers(self, num_losses: int) -> None:
@@ -356,7 +356,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     is_rounded = policy.computes_in_float32(device_type)
     if autocast is not None:
         return RegionCache(low, device_type, is_rounded=is_rounded)
-    # the first uses of a small weight take a plain cast, because a look-up costs as much
+    # on a CPU with bfloat16 instructions, first uses of a small weight take a plain cast: a look-up costs as much
     smallest = SMALL_ON_CPU if policy.get_max_attention_scores(device_type) else 0
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 

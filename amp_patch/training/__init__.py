@@ -42,7 +42,7 @@ A step is skipped if a flag of a dynamic scaler is set. The host reads the flags
    (`GradientSums._unscale_unchecked`, `OptimizerBinding._on_parameters_put_in`).
 8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the gradients that the script
    put in their place hold inf or NaN: `OverflowFlags.check_at_step`.
-9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
+9. One of reasons 1 to 8 holds on another rank that decides together with this one: `ScaleUpdates.update`.
 
 A step is taken, although a gradient holds inf or NaN, if
 

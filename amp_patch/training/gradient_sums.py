@@ -1,7 +1,7 @@
 """`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are usually unscaled while no block is open. So a
-script can clip, log and accumulate them between blocks.
+A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are unscaled while no block is open (two exceptions
+are below). So a script can clip, log and accumulate them between blocks.
 
 * `begin` multiplies the gradients of parameters by the scale, so that `backward()` can add to them.
 * `end` divides them by the scale, and checks the gradients of the block's optimizers. At levels with masters, `end`
@@ -87,7 +87,7 @@ class GradientSums:
         """
         for flags in block.affected:
             flags.was_passed = True
-            # not where ranks decide together: there, a rank without shards never has gradients
+            # not where ranks decide together, because a rank without shards never has gradients
             if flags.found_inf and not self.scale_updates.process_groups and not flags.groups.has_gradients():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:

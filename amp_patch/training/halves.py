@@ -19,10 +19,11 @@ from ..multi_tensor import copy_, group
 from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 _BLOCK_ON_CPU = 2**16
-"""The usual limit of elements that a kernel takes at once. Their temporary tensors fit into the cache of a core."""
+"""The most elements that a kernel takes at once, unless a larger tensor cannot be cut (`_cut`). Their temporary tensors
+fit into the cache of a core."""
 
 _BLOCK = 2**24
-"""The usual limit on other devices, where each kernel costs a launch."""
+"""The limit on other devices, where each kernel costs a launch."""
 
 
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:

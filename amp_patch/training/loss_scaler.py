@@ -159,7 +159,7 @@ class LossScaler:
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
 
     def loss_scale(self) -> float:
-        """Return the scale after the next update, as if the step were now. Waits for the device.
+        """Return the scale after the next update, as if a step came now. Waits for the device.
 
         Until then, further passes use `scale`. Where ranks decide together, this is `scale` itself.
         """

@@ -33,7 +33,7 @@ class _WatchedTensors:
         self.tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        # these keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
+        # aliases keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
         self._aliases: list[Tensor] = []
 
     def append_at(self, index: int, tensor: Tensor) -> None:
@@ -305,7 +305,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy the masters of `parameters` to these, if the masters have changed, for example by `load`."""
+        """Copy masters that have changed, for example by `load`, to those of their parameters in `parameters`."""
         loaded_parameters = [parameter for parameter in parameters if parameter is not None]
         self._split.write_edited(loaded_parameters)
         indices = [self._index[id(parameter)] for parameter in loaded_parameters if id(parameter) in self._index]

@@ -175,8 +175,10 @@ class ModelBinding:
                 self._register(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Without module rules, add hooks that cast inputs of layers: of `STRICT_LAYERS` from any caller, of others if
-        the script calls them directly. Skip the model itself, layers in `WITHOUT_HOOKS`, and modules inside those.
+        """Without module rules, add hooks that cast the inputs of layers.
+
+        They cast inputs of `STRICT_LAYERS` from any caller. They cast inputs of other layers with weights in `low` if the
+        script calls these directly. The model itself, layers in `WITHOUT_HOOKS` and their parts get no such hooks.
         """
         if self._runs or low not in LOW_DTYPES:
             return

@@ -1,8 +1,8 @@
-"""`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
+"""`SplitMasters`: masters that are in memory as float32 only while they are used.
 
-A master is the float32 copy of a parameter on which the optimizer steps. While nobody uses it, a split master is
-*closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low half
-(see `halves`). So an edit of the parameter is an edit of the master.
+A master is the float32 copy of a parameter on which the optimizer steps. While it is not used, a split master
+is *closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low
+half (see `halves`). So an edit of the parameter is an edit of the master.
 
 A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
 ordinary `torch.nn.Parameter`. When it is written to its parameter, for example after a step, it is closed again, unless
@@ -56,8 +56,8 @@ _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 class ClosedMaster(nn.Parameter):
     """A split master without float32 values. Code in C++ that bypasses `__torch_function__` reads NaN in each element.
 
-    Python code that needs the values opens it first, and then runs with the open master. Its shape, dtype, device and
-    `grad` can be used while it is closed.
+    A function that Python calls opens it first if it needs the values, and then runs with the open master. The shape,
+    dtype, device and `grad` of a closed master can be used without that.
 
     Attributes:
         low_half: the low half, from which its values are made together with the parameter.
@@ -430,7 +430,7 @@ class SplitMasters:
         return bool(edited)
 
     def write_edited(self, parameters: Iterable[Tensor]) -> None:
-        """Write masters to their parameters, if they are open and were edited: only the masters of `parameters`."""
+        """Write the masters of `parameters` that are open and were edited."""
         edited: list[Tensor] = []
         for master, half in self._find(parameters):
             if type(master) is not ClosedMaster and half.is_master_edited(master):
@@ -444,7 +444,7 @@ class SplitMasters:
 
 
 def _expect_edits(halves: Iterable[LowHalf]) -> None:
-    """Copy the parameters to `LowHalf.written`, where there is no copy, so that later edits can be told."""
+    """Copy the parameters to `LowHalf.written`, where there is no copy yet, so that `sync` finds later edits."""
     unkept = [half for half in halves if half.written is None]
     copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
     copy_(group(copies, [half.parameter for half in unkept]))
