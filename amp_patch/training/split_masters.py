@@ -4,9 +4,9 @@ A master is the float32 copy of a parameter on which the optimizer steps. While 
 is *closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low
 half (see `halves`). So an edit of the parameter is an edit of the master.
 
-A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
-ordinary `torch.nn.Parameter`. When it is written to its parameter, for example after a step, it is closed again, unless
-something else holds its values. It stays the same object, so groups, optimizer states and scripts may hold it.
+A closed master is an object of `ClosedMaster`. Before Python code uses its values, the master gets them and is *open*:
+an ordinary `torch.nn.Parameter`. A write to its parameter, for example after a step, closes it again, unless something
+else holds its values. It stays the same object, so groups, optimizer states and scripts may hold it.
 
 Without a loss scale, a closed master may keep the 16-bit gradient of its parameter as it is. The gradient becomes
 float32 when Python code reads it, when another gradient is added to it, or when the master is opened.
@@ -25,7 +25,7 @@ from .halves import join, split_
 
 
 def _get_setters(name: str) -> tuple[Any, Any]:
-    """Return the functions that set and delete an attribute of tensors, as `__torch_function__` gets them."""
+    """Return the functions that set and delete an attribute of tensors: the `func` of `__torch_function__`."""
     descriptor: Any = getattr(Tensor, name)
     return descriptor.__set__, descriptor.__delete__
 
