@@ -93,7 +93,7 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops that return their argument as a new tensor object, although torch does not call them views. If one is missing,
+# Ops that return their argument as a new tensor object, whether or not torch calls them views. If one is missing,
 # its result would be taken for a tensor that the op has computed.
 ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
 

@@ -183,7 +183,7 @@ def remove_global_hooks(*removed: Callable[..., Any]) -> None:
 BatchNormBase = _BatchNorm
 """The base class of torch's batch normalization layers. Without it, a tuple of the public classes would miss some."""
 
-# The checks of torch.nn.SyncBatchNorm on its input. Without them, SyncBatchNorm of `amp_patch.apex` has no checks.
+# How torch.nn.SyncBatchNorm checks its input. Without these, SyncBatchNorm of `amp_patch.apex` would check nothing.
 check_sync_batchnorm_dim: Any = nn.SyncBatchNorm._check_input_dim
 check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 

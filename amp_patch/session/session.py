@@ -159,8 +159,8 @@ class Session:
     def close(self) -> None:
         """Undo everything. A second call does nothing.
 
-        After an interrupt or an error, this undoes the rest, and then raises the exception. If the second
-        attempt is interrupted, too, call `close` again.
+        After an interrupt or an error, this undoes the rest, and then raises the exception. If undoing
+        the rest is interrupted, too, call `close` again.
         """
         self.is_whole = False
         with without_overrides():

@@ -177,8 +177,9 @@ class ModelBinding:
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
         """Without module rules, add hooks that cast the inputs of layers.
 
-        Hooks of `STRICT_LAYERS` cast inputs from any caller. Hooks of other layers with weights in `low` cast only inputs
-        of direct calls by the script. The model itself, layers in `WITHOUT_HOOKS` and their parts get no such hooks.
+        Hooks of `STRICT_LAYERS` cast inputs from any caller. Hooks of other layers with weights in `low` cast inputs
+        only if the script calls the layer directly. The model itself, layers in `WITHOUT_HOOKS` and their parts get no
+        such hooks.
         """
         if self._runs or low not in LOW_DTYPES:
             return

@@ -5,8 +5,9 @@ is *closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parame
 half (see `halves`). So an edit of the parameter is an edit of the master.
 
 A closed master is an object of `ClosedMaster`. Before Python code uses its values, the master gets them and is *open*:
-an ordinary `torch.nn.Parameter`. A write to its parameter, for example after a step, closes it again, unless something
-else holds its values. It stays the same object, so groups, optimizer states and scripts may hold it.
+an ordinary `torch.nn.Parameter`. When the master is copied to its parameter, for example after a step, it is closed
+again, unless something else holds its values. It stays the same object, so groups, optimizer states and scripts may
+hold it.
 
 Without a loss scale, a closed master may keep the 16-bit gradient of its parameter as it is. The gradient becomes
 float32 when Python code reads it, when another gradient is added to it, or when the master is opened.

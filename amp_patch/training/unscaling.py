@@ -30,8 +30,8 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     writes each gradient once.
 
     Gradients may be of any floating (16 bits or more) or complex dtype, dense or sparse (COO), on any devices. `scale`
-    and `found_inf` are 0-dim float32. Waits for a device only where it copies `scale` or a flag from there
-    to a CPU, or back.
+    and `found_inf` are 0-dim float32. Waits for a device only to copy `scale` or a flag from the device to
+    a CPU, or back.
     """
     groups = _group_values(gradients)
     if not groups:
