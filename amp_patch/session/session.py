@@ -398,7 +398,7 @@ def _load_lists(policy: Policy) -> OpLists | None:
     if not policy.patch_torch_functions and not oplists.modules:
         raise PolicyError(
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
-            " have an effect, and there are none in these; use O1 or O4"
+            " have an effect, and these lists have none; use O1 or O4"
         )
     may_run_low = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):
