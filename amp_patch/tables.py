@@ -15,8 +15,8 @@ def align(rows: Iterable[Sequence[str]], left: int | None = None, gap: int = _GA
     """Return rows as lines with aligned columns. All rows must have the same number of cells.
 
     Args:
-        left: the number of columns that are aligned to the left; the others are aligned to the right. None: all are
-            aligned to the left.
+        left: the number of columns, from the first, that are aligned to the left. All further columns are aligned to
+            the right. None: all columns are aligned to the left.
         gap: the number of spaces between columns.
     """
     cells = list(rows)
@@ -128,7 +128,7 @@ def shorten(text: str, width: int) -> str:
 
 
 _LABELLED = re.compile(r"( *(?:\S+(?: \S+)*:? {2,})?)(.*)")
-_STEP = 2  # how much further than the text behind a label a line below it may be indented
+_STEP = 2  # a line below a label may be indented by this much more than the text behind the label
 _QUOTED = re.compile("`[^`]*`")
 _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 
@@ -137,8 +137,8 @@ def wrap_sentences(text: str, width: int = WIDTH) -> str:
     """Return a text with its sentences wrapped to `width` characters. Tables, data, code and long words stay whole.
 
     A sentence stands at the beginning of a line, or after a short label and two spaces. The lines to which it is
-    wrapped are indented by two spaces, or aligned with the text after the label. Lines below that are aligned with this
-    text already are wrapped, too.
+    wrapped are indented by two spaces, or aligned with the text after the label. Further lines of the text that begin
+    where the text after the label begins, or up to `_STEP` to the right of it, are wrapped, too.
     """
     wrapped: list[str] = []
     column = 0  # where the text behind the last label begins; 0 without a label above

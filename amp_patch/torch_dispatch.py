@@ -33,7 +33,7 @@ count_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 get_node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 # Owner and name of the function that makes a tensor from the bytes of a file or of another process. It is patched while
-# a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it were of 32.
+# a script is kept in float32. Without it, a loaded tensor of 16 bits would be read as if it had 32.
 REBUILD_TENSOR: tuple[object, str] = (torch._utils, "_rebuild_tensor")
 
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
@@ -42,7 +42,7 @@ FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 FLEX_CALLS = ("_validate_sdpa_input", "flex_attention_hop")
 """The names in `FLEX_ATTENTION` by which flex_attention checks its operands, and calls its kernel.
 
-Without them, functions that torch.compile has made from flex_attention before a session would not be cast.
+Without them, functions that torch.compile has made from flex_attention before a session opened would not be cast.
 """
 
 # flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
@@ -93,7 +93,7 @@ COMPUTES_NOTHING = frozenset(
     | {_aten._fused_sdp_choice}
 )
 
-# Ops that return their argument as a new tensor object, beside those that torch calls views. If one is missing here,
+# Ops that return their argument as a new tensor object, whether or not torch calls them views. If one is missing,
 # its result would be taken for a tensor that the op has computed.
 ALIASES = frozenset({_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias, _aten.alias})
 
@@ -160,8 +160,8 @@ def leave_mode(mode: TorchDispatchMode) -> bool:
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> bool:
-    """Take a function mode off the stack of this thread, even if others are above it. Return False if it is not there,
-    as while the mode itself handles a function.
+    """Take a function mode off the stack of this thread, even if others are above it. Return False if it is not on
+    the stack: torch takes a mode off while it handles a function.
 
     Without the names used here, the mode that a script has entered last would be taken off instead.
     """
@@ -241,8 +241,8 @@ def read_factors(node: Any) -> Iterator[float]:
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
     """Yield the names of the nodes in the graph of a loss, with the dtypes of their first gradients, breadth first.
 
-    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and the takeover would not notice a script
-    that trains in float16 without a scale.
+    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would not notice that a
+    script trains in float16 without a scale.
     """
     queue = deque([loss.grad_fn])
     seen = set[Any]()

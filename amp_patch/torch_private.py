@@ -1,5 +1,5 @@
-"""The private names of torch that the package uses. Others are in `torch_distributed` and `torch_dispatch`. No other
-module may use private names of torch, except `HOT_PATH_ATTRIBUTES`.
+"""The private names of torch that the package uses. Only this module, `torch_distributed` and `torch_dispatch`
+may use private names of torch. Others may use `HOT_PATH_ATTRIBUTES`.
 
 Comments and docstrings say what a name is for. A sentence with "would" says what happens if torch drops the name: what
 the package would lose, or what a maintainer could use instead. Unless a comment or docstring says otherwise, all names
@@ -183,7 +183,7 @@ def remove_global_hooks(*removed: Callable[..., Any]) -> None:
 BatchNormBase = _BatchNorm
 """The base class of torch's batch normalization layers. Without it, a tuple of the public classes would miss some."""
 
-# The checks of torch.nn.SyncBatchNorm on its input, for the stand-in's class. Without them, it would not check inputs.
+# How torch.nn.SyncBatchNorm checks its input. Without these, SyncBatchNorm of `amp_patch.apex` would check nothing.
 check_sync_batchnorm_dim: Any = nn.SyncBatchNorm._check_input_dim
 check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
 
@@ -191,7 +191,7 @@ check_sync_batchnorm_channels: Any = nn.SyncBatchNorm._check_non_zero_input_chan
 def get_first_weight(layer: nn.RNNBase) -> Tensor | None:
     """Return the weight whose dtype a recurrent layer compares with the dtype of its input.
 
-    Without it, the package would take the first parameter, which is usually the same tensor.
+    Without it, the package would take the first parameter: another tensor if this weight is parametrized.
     """
     return cast("list[Tensor | None]", layer._flat_weights)[0]
 
@@ -265,7 +265,7 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 JIT_TRACE = (torch.jit._trace, "_trace_impl")
 
 # The id of the backward pass that runs in this thread, -1 if none does; and the function that queues a callback for its
-# end. Without them, users of the stand-in's DistributedDataParallel would have to ask for gradients to be reduced.
+# end. Without them, users of DistributedDataParallel of `amp_patch.apex` would have to reduce gradients themselves.
 get_backward_id: Callable[[], int] = torch._C._current_graph_task_id
 queue_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 

@@ -40,7 +40,7 @@ class Session:
 
     Args:
         num_losses: the number of loss scalers.
-        registered: functions that the user registered, as by `register_half_function`, with their rules.
+        registered: functions that the user registered, for example by `register_half_function`, with their rules.
         has_models: whether the session ends when its models are gone. If False, it lasts until it is closed.
         autocast: the torch.autocast regions in which ops cast. None: they cast everywhere.
 
@@ -133,7 +133,7 @@ class Session:
     def observing_all(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager. Inside its block, ops are patched for watchers that observe all ops.
 
-        Here it does nothing: a session patches the ops of its lists when it opens.
+        In this class, it does nothing: a session patches the ops of its lists when it opens.
         """
         return contextlib.nullcontext()
 
@@ -159,8 +159,8 @@ class Session:
     def close(self) -> None:
         """Undo everything. A second call does nothing.
 
-        After an interrupt or an error, this undoes the rest, and then raises the exception. If that is interrupted,
-        too, call `close` again.
+        After an interrupt or an error, this undoes the rest, and then raises the exception. If undoing
+        the rest is interrupted, too, call `close` again.
         """
         self.is_whole = False
         with without_overrides():
@@ -225,7 +225,7 @@ class Session:
         return self.bindings.masters.get(parameter)
 
     def names_of(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the qualified names of parameters, masters and buffers; `parameter of shape (...)` for others."""
+        """Return the qualified names of parameters, masters and buffers; other tensors are `parameter of shape ...`."""
         return self.bindings.names_of(tensors)
 
     def make_scalers(self, num_losses: int) -> None:
@@ -267,8 +267,8 @@ class Session:
             self._cache.invalidate_all()
 
     def sync(self) -> None:
-        """Like `refresh`, but copy only masters that have changed. A live graph may have saved the other parameters:
-        writing to them would make its backward pass fail.
+        """Like `refresh`, but copy only masters that have changed. A live graph may have saved parameters: its backward
+        pass fails if they are written to.
         """
         if self._cache is not None:
             self._cache.invalidate_all()
@@ -337,7 +337,7 @@ class Session:
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number. Raises LossIdError if there is none, ArgumentTypeError for no integer."""
+        """Return a loss scaler by its number. Raises LossIdError if it is out of range."""
         if not hasattr(loss_id, "__index__"):
             raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):
@@ -356,7 +356,7 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
     is_rounded = policy.computes_in_float32(device_type)
     if autocast is not None:
         return RegionCache(low, device_type, is_rounded=is_rounded)
-    # the first uses of a small weight take a plain cast, because a look-up costs as much
+    # on a CPU with bfloat16 instructions, first uses of a small weight take a plain cast: a look-up costs as much
     smallest = SMALL_ON_CPU if policy.get_max_attention_scores(device_type) else 0
     return WeightCache(low, device_type, is_rounded=is_rounded, smallest=smallest)
 
@@ -398,7 +398,7 @@ def _load_lists(policy: Policy) -> OpLists | None:
     if not policy.patch_torch_functions and not oplists.modules:
         raise PolicyError(
             f"lists={', '.join(policy.lists)}: {policy.opt_level} patches no functions, so only the `modules` of a list"
-            " have an effect, and there are none in these; use O1 or O4"
+            " have an effect, and these lists have none; use O1 or O4"
         )
     may_run_low = bool(oplists.modules)
     for spelling in (*oplists.spellings, *oplists.deferred):

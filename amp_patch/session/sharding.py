@@ -58,8 +58,8 @@ def find_gathered_dtype(policy: Policy, module: nn.Module | None) -> torch.dtype
 
 
 def _find_policy_remedy(model: nn.Module, path: str, module: nn.Module, policy: Policy) -> str | None:
-    """Return the remedy for a module whose shards FSDP gathers in another dtype than the level needs, or which is in no
-    module that `fully_shard` has sharded. Return None if it needs none.
+    """Return the remedy if FSDP gathers the shards of `module` in another dtype than the level needs, or if
+    `fully_shard` has sharded neither the module nor one around it. Else return None.
     """
     # find the innermost module around this one, or this one itself, that `fully_shard` has sharded
     sharded_path = path
@@ -126,7 +126,7 @@ def find_groups(models: Sequence[nn.Module], parameters: Iterable[Tensor], given
     if all(ranks <= ranks_of_given for ranks in shard_groups):
         return groups
     largest = max(shard_groups, key=len)
-    # no group has all ranks of two such meshes, so the ranks could not decide together
+    # if no mesh contains the ranks of all others, no group has all ranks, and they could not decide together
     if not all(ranks <= largest for ranks in shard_groups):
         raise ModelError(
             "parameters are sharded over meshes that overlap in part or not at all: pass the process group of all ranks"

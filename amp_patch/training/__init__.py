@@ -29,11 +29,11 @@ A step is skipped if a flag of a dynamic scaler is set. The host reads the flags
    and `GradientSums._report` adds the flag of the block to the flags of the optimizer.
 2. A gradient of another optimizer overflowed in such a block: `_report` does so for all optimizers of the block.
 3. A gradient overflowed in a parameter that this optimizer shares with an optimizer of a block: a `Block` affects all
-   optimizers that share a parameter with one of its own, and `OverflowFlags.add_found_inf` adds the flags of these.
+   optimizers that share a parameter with one of its own, and `OverflowFlags.add_found_inf` adds their flags.
 4. A block that was delayed, or whose gradients are reduced later, has overflowed: `GradientSums.unscale_all` reports it
    at the end of a later block, or before the step.
 5. `step()` is called inside a block, and the gradients so far have overflowed: `GradientSums._unscale_inside`.
-6. A block overflowed although it ended with an exception (`_is_overflow`), or without reaching its end, because it was
+6. A block overflowed that ended with an exception (`_is_overflow`), or that never reached its end, because it was
    garbage-collected (`GradientSums._replace_lost_block`).
 7. The state is UNCHECKED, and a gradient holds inf or NaN. `OverflowFlags.check_at_step` or the next block finds it.
    The gradient is from before `initialize` (`Bindings.bind`); from a backward pass outside of `scale_loss` at a level
@@ -42,7 +42,7 @@ A step is skipped if a flag of a dynamic scaler is set. The host reads the flags
    (`GradientSums._unscale_unchecked`, `OptimizerBinding._on_parameters_put_in`).
 8. Gradients were zeroed after a block had checked them (`OverflowFlags.was_zeroed`), and the gradients that the script
    put in their place hold inf or NaN: `OverflowFlags.check_at_step`.
-9. Any of these is true on another rank that decides together with this one: `ScaleUpdates.update`.
+9. One of reasons 1 to 8 holds on another rank that decides together with this one: `ScaleUpdates.update`.
 
 A step is taken, although a gradient holds inf or NaN, if
 

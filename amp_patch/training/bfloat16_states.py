@@ -1,4 +1,4 @@
-"""`Bfloat16States`: keeps states of an optimizer as bfloat16 between steps, and as float32 inside of them."""
+"""`Bfloat16States`: keeps states of an optimizer as bfloat16 between steps, and as float32 during steps."""
 
 import weakref
 from collections.abc import Iterable
@@ -65,7 +65,7 @@ class Bfloat16States:
         self._is_memory_used = False
 
     def begin_step(self) -> None:
-        """Go on to the random numbers of the next step. Raises OptimizerError while a CUDA graph is being captured."""
+        """Prepare the random numbers of the next step. Raises OptimizerError while a CUDA graph is being captured."""
         if is_capturing():
             raise OptimizerError(
                 'a CUDA graph cannot capture step() with optimizer_state_type="bfloat16": each replay would round with'
@@ -182,7 +182,7 @@ class Bfloat16States:
                     if kept is None or kept.shape != value.shape or kept.stride() != value.stride():
                         kept = torch.empty_like(value, dtype=torch.bfloat16)
                     if kept.stride() != value.stride():
-                        continue  # it is not dense
+                        continue  # the value is not dense
                     position = _NAMES[name] * self._size + self._positions[id(parameter)]
                     rows.append(_Row(state, name, value, kept, position))
         return rows

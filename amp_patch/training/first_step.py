@@ -67,9 +67,9 @@ class FirstStepChecks:
         if changed:
             names = self._get_names(changed[:3])
             warn(
-                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small beside"
-                " their values may be lost. Keep the module that holds them in float32, with a list such as"
-                " `modules: [{match: NAME, run: float32}]`"
+                f"buffers that training changes are in 16 bits ({', '.join(names)}): updates that are small"
+                " compared with their values may be lost. Keep the module that holds them in float32, with a list such"
+                " as `modules: [{match: NAME, run: float32}]`"
             )
 
     def _check_gradients(self) -> None:

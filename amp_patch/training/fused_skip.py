@@ -53,7 +53,7 @@ class StepHook:
 class CopyMastersHook(StepHook):
     """A hook after each step of one optimizer that calls `copy_masters`.
 
-    It is a StepHook, because these do not keep an optimizer from skipping on the device.
+    It is a StepHook, because `has_foreign_hooks` does not count such hooks: the optimizer may still skip on the device.
     """
 
     def __init__(self, copy_masters: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
     function = _get_function(step)
     if function is None or inspect.unwrap(function) is inspect.unwrap(LBFGS.step):
         return False
-    layers = [function]  # torch wraps the steps of other packages, and gives the wrapper their name
+    layers = [function]  # torch wraps the steps of other packages, too: each layer must be of torch or amp_patch
     while (inner := getattr(layers[-1], "__wrapped__", None)) is not None:
         layers.append(inner)
     # torch.utils: the wrapper that `torch.no_grad()` makes
@@ -136,7 +136,7 @@ class DeviceSkip:
 
 def _have_momentum(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
     """Return whether all parameters with a gradient have a momentum buffer. If torch's fused SGD skips the step that
-    makes them, it leaves them uninitialized.
+    makes the buffers, it leaves them uninitialized.
     """
     return all(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is not None

@@ -1,7 +1,7 @@
 """`GradientSums`: all gradients of a session, the loss scale they are multiplied by, and the checks for overflow.
 
-A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are usually unscaled while no block is open. So a
-script can clip, log and accumulate them between blocks.
+A *block* is a `scale_loss` block. Unlike with GradScaler, gradients are unscaled while no block is open (two exceptions
+are below). So a script can clip, log and accumulate them between blocks.
 
 * `begin` multiplies the gradients of parameters by the scale, so that `backward()` can add to them.
 * `end` divides them by the scale, and checks the gradients of the block's optimizers. At levels with masters, `end`
@@ -87,7 +87,7 @@ class GradientSums:
         """
         for flags in block.affected:
             flags.was_passed = True
-            # not where ranks decide together: there, a rank without shards never has gradients
+            # not where ranks decide together, because a rank without shards never has gradients
             if flags.found_inf and not self.scale_updates.process_groups and not flags.groups.has_gradients():
                 self.mark_zeroed(flags)
             if flags.state is OptState.READY:
@@ -240,7 +240,7 @@ class GradientSums:
     def prepare_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Move gradients of 16-bit parameters to their masters, before gradients of `parameters` are clipped.
 
-        Inside a block or after a delayed one, only warn if one of these is still scaled, or not in its master yet.
+        Inside a block or after a delayed one, only warn if such a gradient is still scaled, or not in its master yet.
         """
         if not (self._open or self._waiting):
             if self._has_masters:
@@ -350,10 +350,10 @@ class GradientSums:
         return found_inf
 
     def _unscale_unchecked(self, flags: OverflowFlags, scale: Tensor, checked: set[int]) -> None:
-        """For an optimizer of none of the blocks, move the gradients of 16-bit parameters to their masters.
+        """Move 16-bit gradients to masters for an optimizer that no waiting or open block has.
 
-        Mark it as UNCHECKED if there are such gradients, or if one of its parameters was just checked for another
-        optimizer. `checked`: the ids of these parameters.
+        Mark it as UNCHECKED if it has 16-bit gradients, or if one of its parameters is in `checked`: the ids of the
+        parameters that were just checked for other optimizers.
         """
         plain, pairs = flags.groups.read()
         reduced = self._reduced(pairs)
@@ -428,7 +428,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Give unreduced gradients the scale of the others, for a step of this rank. With masters, raise an error."""
+        """Before a step, give unreduced gradients the scale of the reduced ones. With masters, raise an error."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)
@@ -472,7 +472,7 @@ class GradientSums:
 def _mark_unchecked(flags: OverflowFlags) -> None:
     """Record that an optimizer has unchecked gradients.
 
-    An optimizer that shares a parameter with it (`partners`) is marked, too, if it has gradients to move to masters.
+    Also mark the optimizers that share a parameter with it (`partners`), if they have gradients to move to masters.
     """
     for partner in flags.partners:
         if have_gradients(partner.groups.read()[1]):

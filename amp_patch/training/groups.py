@@ -27,8 +27,8 @@ class Groups:
     Attributes:
         are_split: whether new masters are split masters, where `can_split` allows it (see `split_masters`).
         whole: the parameters of each group while the groups hold only a part of them, else None.
-        placed: each parameter that was replaced by its master here, with the master, by the master's id. A pair stays
-            if the script removes its master from the groups.
+        placed: each parameter that was replaced by its master in these groups, with the master, by the master's id. A
+            pair stays even if the script removes the master from the groups.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Groups:
         return parameters
 
     def model_parameters(self) -> list[Tensor]:
-        """Return the parameters of the model, in the order of `parameters`, in place of masters."""
+        """Like `parameters`, but with the parameter of the model in place of each master."""
         parameters: list[Tensor] = []
         optimizer = self._optimizer()
         if optimizer is None:
@@ -78,7 +78,7 @@ class Groups:
         return pairs
 
     def read(self) -> tuple[list[Tensor], list[Pair]]:
-        """Return the parameters without a master, and the pairs of the others.
+        """Return the parameters without a master, and each other parameter with its master.
 
         With `use_masters`, a 16-bit parameter that a script has put into a group gets a master first, unless it is
         opaque.

@@ -6,7 +6,7 @@ rounded away from zero. So `join(split(x)) == x`, bit for bit, except that a NaN
 own rounding goes half to even, and would lose the direction at a tie.
 
 After an edit of a weight, the low half stays, so the value is off by at most half the spacing of bfloat16. A weight of
-0 with a negative low half was edited. It joins to 0.
+0 with a negative low half was edited. `join` returns 0 for it.
 """
 
 import math
@@ -19,16 +19,17 @@ from ..multi_tensor import copy_, group
 from ..torch_private import flatten_dense_tensors, unflatten_dense_tensors
 
 _BLOCK_ON_CPU = 2**16
-"""The usual limit of elements that a kernel takes at once. Their temporary tensors fit into the cache of a core."""
+"""The most elements that a kernel takes at once, unless a larger tensor cannot be cut (`_cut`). Their temporary tensors
+fit into the cache of a core."""
 
 _BLOCK = 2**24
-"""The same on other devices, where each kernel costs a launch."""
+"""The limit on other devices, where each kernel costs a launch."""
 
 
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
     """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes.
 
-    Values and low halves are on one device, and the low halves are dense. The values do not change, also if an
+    Values and low halves are on one device, and the low halves are dense. The values do not change, even if an
     interrupt ends the call.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -75,7 +76,7 @@ def join(weights: Sequence[Tensor], lows: Sequence[Tensor], room: Tensor | None 
 
 def _split_flat(values: Tensor, low: Tensor, rounded: Tensor) -> None:
     """Write the low half of values to `low`, and the weight, in float32, to `rounded`."""
-    # rounding could carry the bits of another NaN into the sign
+    # makes each NaN the usual one: a NaN has many bit patterns, and rounding could carry some into the sign
     torch.nan_to_num(values, torch.nan, torch.inf, -torch.inf, out=rounded)
     bits = rounded.view(torch.int32)
     low.copy_(bits)

@@ -34,7 +34,7 @@ class LossScaler:
             the scale of their loss.
         known_scale: the last scale that the host knows.
         found_inf: 0-dim float32, 1.0 if a backward pass since the last update has overflowed. None if no pass was
-            checked since.
+            checked since the last update.
         awaits_loss: True for a dynamic scale until a loss is scaled, or the user was warned that none is.
         awaits_backward: True until a scaled loss has gone backward, or the user was warned that none has. Always
             False for a static scale of 1.
@@ -152,21 +152,21 @@ class LossScaler:
     def is_hopeless(self) -> bool:
         """Whether the known scale is so small that it cannot be the cause of the overflows.
 
-        It is if it has fallen from its start by a factor of 2**100, or to the smallest normal number of float32. Always
+        It has then fallen from its start by a factor of 2**100, or to the smallest normal number of float32. Always
         False for a static scale, and with a `min_loss_scale`.
         """
         lowest = max(self._start * 2.0**-100, torch.finfo(torch.float32).tiny)
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
 
     def loss_scale(self) -> float:
-        """Return the scale after the next update, as if the step were now. Waits for the device.
+        """Return the scale after the next update, as if a step came now. Waits for the device.
 
         Until then, further passes use `scale`. Where ranks decide together, this is `scale` itself.
         """
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Set the scale of the next losses, also if the scale is static.
+        """Set the scale of the next losses, even if the scale is static.
 
         The passes since the last update count as one step first, unless ranks decide together. Raises ValueError unless
         float32 holds `loss_scale` as a finite positive number.
@@ -206,7 +206,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `state_dict` or from Apex. A static scale keeps its value.
 
-        Raises KeyError, TypeError or ValueError if it cannot be read.
+        Raises KeyError, TypeError or ValueError if `state` cannot be read.
         """
         scale = _read_scale(state["loss_scale"])
         unskipped = _read_count("unskipped", state["unskipped"])

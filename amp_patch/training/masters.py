@@ -33,7 +33,7 @@ class _WatchedTensors:
         self.tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        # these keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
+        # aliases keep the memory alive: after `p.data = f(p.data)` twice, torch may reuse the first address
         self._aliases: list[Tensor] = []
 
     def append_at(self, index: int, tensor: Tensor) -> None:
@@ -76,7 +76,7 @@ class _WatchedTensors:
 
 
 class _Edit(NamedTuple):
-    """The float32 values of one master around the edits that a script has made to its parameter.
+    """The float32 values of one master before and after the edits that a script has made to its parameter.
 
     Attributes:
         before: the master's values without the edits.
@@ -91,19 +91,20 @@ class Masters:
     """The masters of a session.
 
     An optimizer step changes masters. Scripts edit masters (SAM, Lookahead) and parameters (weight clipping), too. When
-    a master and its parameter are copied, their version counters and addresses are recorded: if these differ later, the
-    tensor counts as edited. If both were edited, the master wins.
+    one of the two is copied to the other, their version counters and addresses are recorded. If a version counter or an
+    address differs later, its tensor counts as edited. If both were edited, the master wins.
 
     If a parameter was edited, its master takes over the elements that differ from the rounded master. An `_Edit` of
     this is kept until the master is next copied to the parameter. It has two uses: an element that the script sets back
     gets its old float32 value, and later edits through `parameter.data`, which raise no version counter, are found.
 
-    All this is for masters that stay in memory. Split masters (`SplitMasters`) have the parameter as their upper half.
+    Split masters, which are in memory as float32 only while in use, record their edits in `SplitMasters` instead.
 
     Attributes:
         pairs: each 16-bit parameter with its master, by the master's id.
         has_warned_of_copy: whether the warning about a copied model was given.
-        is_compiled: whether a model was compiled since the last warning about it. Its forward does not call `sync`.
+        is_compiled: whether a model was compiled since the last warning about compiled models. The forward of
+            a compiled model does not call `sync`.
         is_paused: whether forward passes leave out `sync`, while a step is repeated with copies of weights.
     """
 
@@ -139,7 +140,7 @@ class Masters:
         return master
 
     def find_stored(self) -> list[Tensor]:
-        """Return the tensors that split masters keep in memory beside parameters and open masters."""
+        """Return the tensors that split masters keep in memory, without the parameters and the open masters."""
         return self._split.find_stored()
 
     def clear(self) -> None:
@@ -304,7 +305,7 @@ class Masters:
             )
 
     def copy_loaded_to_parameters(self, parameters: Iterable[Tensor | None]) -> None:
-        """Copy masters that have changed, for example by `load`, to their parameters, if these are in `parameters`."""
+        """Copy masters that have changed, for example by `load`, to those of their parameters in `parameters`."""
         loaded_parameters = [parameter for parameter in parameters if parameter is not None]
         self._split.write_edited(loaded_parameters)
         indices = [self._index[id(parameter)] for parameter in loaded_parameters if id(parameter) in self._index]
@@ -374,7 +375,7 @@ class Masters:
             # an element that equals a rounded float32 value was not edited, or was set back: use that value
             values = where(_equals_rounded(parameter, edit.before), edit.before, values)
             values = where(_equals_rounded(parameter, edit.after), edit.after, values)
-            # an element that the script has written to the master meanwhile, through `master.data`, wins
+            # an element that the script has written since the last edit, through `master.data`, wins
             is_unwritten = where(isnan(edit.after), isnan(master), eq(master, edit.after))
             values = where(is_unwritten, values, master)
             before = where(is_unwritten, edit.before, master)

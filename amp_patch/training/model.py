@@ -175,8 +175,11 @@ class ModelBinding:
                 self._register(module.register_forward_pre_hook, CastInputs(dtype), with_kwargs=True)
 
     def _cast_at_layers(self, model: nn.Module, low: torch.dtype) -> None:
-        """Without module rules, add hooks that cast inputs of layers: of `STRICT_LAYERS` from any caller, of others if
-        the script calls them directly.
+        """Without module rules, add hooks that cast the inputs of layers.
+
+        Hooks of `STRICT_LAYERS` cast inputs from any caller. Hooks of other layers with weights in `low` cast inputs
+        only if the script calls the layer directly. The model itself, layers in `WITHOUT_HOOKS` and their parts get no
+        such hooks.
         """
         if self._runs or low not in LOW_DTYPES:
             return
@@ -331,7 +334,8 @@ def _restore(
     """
     for tensor, dtype in tensors:
         master = masters.get(tensor)
-        if tensor.dtype in LOW_DTYPES or tensor.dtype is cast_dtype:  # the script may have given it another since
+        # leave a tensor that the script has cast to another dtype since
+        if tensor.dtype in LOW_DTYPES or tensor.dtype is cast_dtype:
             if id(tensor) in float32_data:
                 tensor.data = float32_data[id(tensor)]
             else:

@@ -46,7 +46,8 @@ class CastInputs:
 class CastModelInputs(CastInputs):
     """Forward pre-hook of a whole model: cast every castable tensor in the arguments to `dtype`.
 
-    The first call warns of whole numbers, such as timesteps, that `dtype` rounds. It waits for the device.
+    If `dtype` has 16 bits, the first call warns of whole numbers, such as timesteps, that `dtype` rounds. To see them,
+    it waits for the device.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -83,7 +84,7 @@ class CastModelInputs(CastInputs):
 
 
 class TakeAnyInput(CastInputs):
-    """Forward pre-hook of a layer whose weights were cast to `dtype`, and which takes no float32 inputs then.
+    """Forward pre-hook of a layer whose weights were cast to `dtype`: cast its inputs to `dtype`, too.
 
     It casts the inputs only if a weight of the layer still has this dtype. A script that calls a submodule directly may
     pass float32 inputs.
@@ -104,7 +105,7 @@ class TakeOutsideInput(TakeAnyInput):
     """Forward pre-hook of a cast module that accepts any dtype: cast its inputs if the script calls it directly.
 
     If its model calls it, float32 inputs may be on purpose, and are left as they are. A forward that a backward pass
-    runs again (checkpointing) is treated like the last forward before it. Compiled code casts no inputs here.
+    runs again (checkpointing) is treated like the last forward before it. In compiled code, the hook does nothing.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -128,8 +129,8 @@ class TakeOutsideInput(TakeAnyInput):
 def take_any_input(original: Callable[..., Any], low: torch.dtype, count: int) -> Callable[..., Any]:
     """Return the forward of a layer that is patched instead of hooked (`PATCHED_LAYERS`).
 
-    If an input is float32 and the first weight of the layer is `low`, it casts its arguments. Inputs are the first
-    `count` positional arguments, and the keyword arguments in `_INPUTS`.
+    If an input is float32 and the first weight of the layer is `low`, this forward casts all arguments. Inputs are the
+    first `count` positional arguments, and the keyword arguments in `_INPUTS`.
     """
     cast = CastInputs(low)
 
@@ -212,7 +213,7 @@ class RegionHooks:
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
         """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
-        Returns the positional inputs. If torch calls `enter` afterwards, it finds the region open and does nothing.
+        Returns the positional inputs. If torch calls `enter` afterwards, `enter` sees the open region and does nothing.
         """
         kwargs = get_call_kwargs(frame)
         if self.switch.open_for_module(self.mode, self, frame):
@@ -233,8 +234,8 @@ class RegionHooks:
 
 
 class SessionHook:
-    """A hook with a target in a session, which it holds weakly. A copied or unpickled hook has none, and does nothing
-    when it is called.
+    """A hook with a target in a session, which it holds weakly. A copied or unpickled hook has no target, and does
+    nothing when it is called.
     """
 
     def __init__(self, target: Any = None) -> None:

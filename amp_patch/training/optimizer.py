@@ -53,8 +53,9 @@ class OptimizerBinding:
         optimizer: any torch.optim.Optimizer; held by a weak reference.
         masters, gradients: shared by all optimizers of the session.
         use_masters: whether every 16-bit parameter that is not opaque (`dtypes.is_opaque`) gets a float32 master.
-        split_masters: whether these may be split masters, if the optimizer updates each parameter separately.
-        rounding: rounds the state of such an optimizer to bfloat16 after each step. None: it stays as it is.
+        split_masters: whether masters may be split (in float32 only while in use). Only for optimizers that update each
+            parameter separately.
+        rounding: rounds optimizer state to bfloat16 after each step, for the same optimizers. None: do not round.
         switch: the switch of the session's casts.
         cache: the weight cache of the session, or None without one.
         get_names: returns names of parameters, for messages.
@@ -339,7 +340,7 @@ class OptimizerBinding:
             has_states = self._states is not None
             run = functools.partial(step_in_parts, optimizer, self.groups, whole_step, has_states, *part_calls)
             args, kwargs = (), {}
-        elif self._split_masters:  # some may be split masters that another optimizer of the session has made
+        elif self._split_masters:  # another optimizer of the session may have made some masters split
             self._masters.open(self.groups.parameters())
         if self._switch.on:
             with self._switch.region(Mode.OFF):

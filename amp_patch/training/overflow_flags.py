@@ -19,7 +19,9 @@ from .unscaling import either, unscale_
 
 
 class OptState(enum.Enum):
-    """The state of an optimizer between two steps. Blocks of its partners count as its own."""
+    """The state of an optimizer between two steps. Blocks of its partners (optimizers that share a parameter with it)
+    count as its own.
+    """
 
     READY = enum.auto()
     """It is new, or has stepped, or its gradients were zeroed outside of its blocks. No block of it has begun since."""
@@ -127,11 +129,11 @@ class Block:
     Attributes:
         scaler: the scaler of its loss.
         scale: the factor of its loss, 0-dim float32. None means 1.
-        affected: the flags of the optimizers whose next step is skipped if the block overflows.
+        affected: the flags of the optimizers whose next step is skipped if the block overflows under a dynamic scale.
         found_inf: 0-dim float32, 1.0 if a check found an overflow so far. None means that nothing was checked yet.
         stepped: the flags of its optimizers that have stepped since the block began.
-        has_failed: whether the block ended with an exception, or never reached its end. Then perhaps no loss went
-            backward in it.
+        has_failed: whether the block ended with an exception, or never reached its end. Its loss may not have gone
+            backward then.
         thread: the id of the thread that made the block.
     """
 

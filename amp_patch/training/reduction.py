@@ -1,4 +1,4 @@
-"""Gradients that are not reduced over the ranks yet, under DistributedDataParallel and `fully_shard`."""
+"""Keeps track of gradients that are not reduced over the ranks yet, under DistributedDataParallel and `fully_shard`."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -76,7 +76,7 @@ class LocalGradients:
 
     def find_ids(self, get_parameters: Callable[[], Iterable[Tensor]]) -> set[int]:
         """Return the ids of the parameters that `get_parameters` returns and whose gradients are not reduced."""
-        # `get_parameters` is a function, because in the usual case, without such gradients, no list is needed
+        # `get_parameters` is a function, because in the usual case, without unreduced gradients, no list is needed
         return self.ids.intersection(map(id, get_parameters())) if self.ids else set()
 
     def warn_of_stale(self) -> None:
@@ -109,7 +109,7 @@ class UnshardedSums:
 
 
 def _is_stale(module: DistributedDataParallel) -> bool:
-    """Return whether some parameter has a dtype that none had when the module was made: it was cast since."""
+    """Return whether some parameter has a dtype that none had when the module was made: the model was cast since."""
     reduced = get_reduced_dtypes(module)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     dtypes = {_REDUCER_NAMES.get(parameter.dtype, "") for parameter in parameters} - {""}

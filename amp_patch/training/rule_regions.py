@@ -47,7 +47,7 @@ class RuleRegions:
         find_root: Callable[[nn.Module], nn.Module] | None,
     ) -> None:
         self.used: set[ModuleRule] = set()
-        self._used_in_models: set[ModuleRule] = set()  # as `used`, but only by modules of models with `by_name`
+        self._used_in_models: set[ModuleRule] = set()  # like `used`, but counts only models with `by_name`
         self._is_stale = False  # whether the modules of some model may have changed since its rules were decided
         self._warned_of: set[ModuleRule] = set()  # rules for scripted modules
         self._rules = rules
@@ -199,7 +199,7 @@ class RuleRegions:
                 self._update(model)
 
     def join_call(self, module: nn.Module, frame: types.FrameType) -> None:
-        """Open the region of a module whose forward has begun before the session, and is under way in `frame`."""
+        """Open the region of a module whose forward began before the session opened. It is under way in `frame`."""
         self.apply_to_called(module)
         if module in self._hooks:
             self._hooks[module].join(frame)
@@ -257,7 +257,7 @@ class RuleRegions:
         model.decided = weakref.WeakKeyDictionary(decided)
         for module, (run, is_inside) in wanted.items():
             if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
-                # it has the hooks of another model, such as itself, but the rule in this model comes later
+                # it has the hooks of another model (or of itself, if the script called it), but of an earlier rule
                 self._unhook_from_all(module)
             if module not in self._hooks:
                 model.hooked[module] = run, is_inside

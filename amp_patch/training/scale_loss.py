@@ -76,7 +76,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
         try:
             tell(self._switch.region(Mode.OFF), "loss_scaled", loss, scaled_loss)
         except BaseException as error:
-            self.__exit__(type(error), error, None)  # Python does not call it if __enter__ raises
+            self.__exit__(type(error), error, None)  # Python does not call __exit__ if __enter__ raises
             raise
 
     def __exit__(
@@ -92,7 +92,7 @@ class LossBlock(Block, NoLoss, contextlib.AbstractContextManager[Tensor]):
             self._check_backward()
 
     def _check_backward(self) -> None:
-        """Warn if the optimizers of the block have gradients. No scaled loss of this scaler has gone backward yet."""
+        """Warn if the optimizers of the block have gradients although no loss of this scaler has gone backward yet."""
         for flags in self.affected:
             if any(map(has_gradient, flags.groups.parameters())):
                 self.scaler.awaits_backward = False

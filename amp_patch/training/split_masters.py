@@ -1,15 +1,16 @@
-"""`SplitMasters`: masters that are in memory as float32 only while somebody uses them.
+"""`SplitMasters`: masters that are in memory as float32 only while they are used.
 
-A master is the float32 copy of a parameter on which the optimizer steps. While nobody uses it, a split master is
-*closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low half
-(see `halves`). So an edit of the parameter is an edit of the master (see `LowHalf`).
+A master is the float32 copy of a parameter on which the optimizer steps. While it is not used, a split master
+is *closed*: it has no float32 values. Its upper 16 bits are its bfloat16 parameter, and an int16 tensor has the low
+half (see `halves`). So an edit of the parameter is an edit of the master.
 
-A closed master is an object of `ClosedMaster`. When Python code first uses its values, it gets them, and is *open*, an
-ordinary `torch.nn.Parameter`. It is closed again when it is written to its parameter, as after a step, unless something
-holds its values. It is the same object all the time, so groups, optimizer states and scripts may hold it.
+A closed master is an object of `ClosedMaster`. Before Python code uses its values, the master gets them and is *open*:
+an ordinary `torch.nn.Parameter`. When the master is copied to its parameter, for example after a step, it is closed
+again, unless something else holds its values. It stays the same object, so groups, optimizer states and scripts may
+hold it.
 
-Without a loss scale, a closed master may take the 16-bit gradient of its parameter as it is. This becomes float32 when
-Python code reads it, when another gradient is added to it, or when the master is opened.
+Without a loss scale, a closed master may keep the 16-bit gradient of its parameter as it is. The gradient becomes
+float32 when Python code reads it, when another gradient is added to it, or when the master is opened.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from .halves import join, split_
 
 
 def _get_setters(name: str) -> tuple[Any, Any]:
-    """Return the functions that set and delete an attribute of tensors, as `__torch_function__` gets them."""
+    """Return the functions that set and delete an attribute of tensors: the `func` of `__torch_function__`."""
     descriptor: Any = getattr(Tensor, name)
     return descriptor.__set__, descriptor.__delete__
 
@@ -54,10 +55,10 @@ _REPLACE_GRADIENT = frozenset((_GRADIENT.__set__, _GRADIENT.__delete__))
 
 
 class ClosedMaster(nn.Parameter):
-    """A split master without float32 values: each element is NaN, for code in C++ that does not ask Python.
+    """A split master without float32 values. Code in C++ that bypasses `__torch_function__` reads NaN in each element.
 
-    Python code that needs the values opens it, and torch goes on with the open master. Its shape, dtype, device and
-    `grad` can be used while it is closed.
+    A function that Python calls opens it first if it needs the values, and then runs with the open master. The shape,
+    dtype, device and `grad` of a closed master can be used without that.
 
     Attributes:
         low_half: the low half, from which its values are made together with the parameter.
@@ -93,15 +94,17 @@ class LowHalf:
     """The low half of one split master, and the state of its master and parameter when they were last recorded.
 
     If a script edits the parameter, the edited elements of the master are those in which the parameter differs from
-    `written`. They have the values of the parameter, and the others keep their low halves. Without `written`, which
-    would take 2 bytes of each element during the backward pass, the parameter is the upper half of all elements.
+    `written`. The edited elements get the values of the parameter, and all others keep their low halves.
+
+    `written` takes 2 bytes for each element, so it is freed before a backward pass. Without `written`, the parameter is
+    the upper half of all elements, edited or not.
 
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
         low: int16, dense, of the shape of the parameter.
         gradient: the gradient of the closed master if it is not in float32 yet, else None. It has the layout of `low`.
         written: a copy of the parameter from when the master was last written, or None.
-        has_edits: whether `sync` has seen an edit, so that the parameter may differ from `written`.
+        has_edits: whether `sync` has seen an edit of the parameter since `written` was copied.
         closed_data: the data of the closed master: NaN, without memory for each element.
         is_private: whether a step has opened the master for the optimizer alone, so that nobody else holds its values.
         is_marked: whether the open master counts as edited, whatever its version counter says. For example, an
@@ -182,7 +185,7 @@ def can_split(parameter: Tensor) -> bool:
 def get_gradient(tensor: Tensor) -> Tensor | None:
     """Return the gradient of a master or a parameter.
 
-    Does not make the float32 gradient of a closed master. If there is none yet, return the gradient that it keeps.
+    A closed master may keep a 16-bit gradient: return it as it is, and do not convert it to float32.
     """
     if type(tensor) is not ClosedMaster:
         return tensor.grad
@@ -192,12 +195,12 @@ def get_gradient(tensor: Tensor) -> Tensor | None:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Return whether a master or a parameter has a gradient. Does not make the float32 gradient of a closed master."""
+    """Return whether a master or a parameter has a gradient. Does not convert a 16-bit gradient to float32."""
     return get_gradient(tensor) is not None
 
 
 def open_gradients(masters: Iterable[Tensor]) -> None:
-    """Give closed masters float32 gradients, where their low halves keep the gradients in another dtype."""
+    """Convert the 16-bit gradients that closed masters keep (`LowHalf.gradient`) to float32."""
     closed = [master for master in masters if type(master) is ClosedMaster and master.low_half.gradient is not None]
     if not closed:  # as always in a session without split masters
         return
@@ -230,7 +233,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
     masters = list(masters)
-    open_gradients(masters)  # first: an open master has no `low_half`, where a gradient may be
+    open_gradients(masters)  # first: 16-bit gradients are in `low_half`, which open masters lack
     for master in masters:
         if type(master) is ClosedMaster:
             by_device.setdefault(master.low_half.low.device, []).append(master)
@@ -246,7 +249,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
                 else:
                     half.record(master)
                     if half.written is None:
-                        half.record_parameter()  # its edits are in the values
+                        half.record_parameter()  # the values contain the edits of the parameter so far
                 master.__class__ = nn.Parameter  # from here on, the float32 values count
                 del vars(master)["low_half"]
 
@@ -341,8 +344,8 @@ class SplitMasters:
     def open_for_step(self, masters: Sequence[Tensor]) -> None:
         """Open masters whose values nobody but an optimizer uses before they are written.
 
-        On a CPU, they take the memory of those that were open before them in the step, if it is large enough, because
-        fresh memory costs as much time as the kernels.
+        On a CPU, they reuse the memory of the masters that the step has opened before, if it is large enough: fresh
+        memory costs as much time as the kernels.
         """
         open_gradients(masters)  # first, so that their 16-bit gradients are gone before the memory is taken
         size = 0
@@ -351,13 +354,13 @@ class SplitMasters:
                 if type(master) is ClosedMaster and master.is_cpu:
                     size += master.numel()
         if self._room is not None and (size > self._room.numel() or _is_shared(self._room)):
-            self._room = None  # before there is another
+            self._room = None  # freed before the next is allocated
         if self._room is None:
             self._room = torch.empty(size, dtype=torch.float32, device="cpu")
         open_masters(masters, is_private=True, room=self._room)
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
-        """Free the memory of the step, and keep copies of parameters with closed masters: see `LowHalf.written`."""
+        """Free the memory of the step, and copy the parameters of closed masters to `LowHalf.written`."""
         self._room = None
         _expect_edits([half for master, half in self._find(parameters) if type(master) is ClosedMaster])
 
@@ -365,8 +368,9 @@ class SplitMasters:
         """Write open masters to their parameters and low halves, and close them.
 
         A master stays open while a script or a graph holds its values, such as `master.data` or an entry of a state
-        dict. It also stays open if the script has cast the parameter, which then is no upper half. After a step,
-        `end_step` makes the copies of parameters (`LowHalf.written`), when the gradients are gone.
+        dict. It also stays open if the script has cast the parameter, which then is no upper half.
+
+        For masters that a step has opened, `end_step` makes the copies of parameters (`LowHalf.written`).
 
         Args:
             parameters: write only their masters; None for all.
@@ -394,7 +398,9 @@ class SplitMasters:
             _close_unused(opened)
 
     def sync(self, *, both_ways: bool, frees_memory: bool) -> bool:
-        """Let edits of parameters count. Return whether open masters were edited.
+        """Record edits of parameters with closed masters, and copy edited parameters to open masters.
+
+        Return whether open masters were edited.
 
         Args:
             both_ways: whether to write edited masters to their parameters. If a script has edited both, the master
@@ -425,7 +431,7 @@ class SplitMasters:
         return bool(edited)
 
     def write_edited(self, parameters: Iterable[Tensor]) -> None:
-        """Write the masters of these parameters that are open and were edited."""
+        """Write the masters of `parameters` that are open and were edited."""
         edited: list[Tensor] = []
         for master, half in self._find(parameters):
             if type(master) is not ClosedMaster and half.is_master_edited(master):
@@ -439,7 +445,7 @@ class SplitMasters:
 
 
 def _expect_edits(halves: Iterable[LowHalf]) -> None:
-    """Keep copies of the parameters, where there are none."""
+    """Copy the parameters to `LowHalf.written`, where there is no copy yet, so that `sync` finds later edits."""
     unkept = [half for half in halves if half.written is None]
     copies = [torch.empty_like(half.parameter, requires_grad=False) for half in unkept]
     copy_(group(copies, [half.parameter for half in unkept]))

@@ -33,7 +33,7 @@ class Outcome:
         is_read: whether `read` was called, which sets the next three attributes.
         overflowed: the scalers whose flags are set, because a gradient was inf or NaN.
         is_skip: whether one of these scalers is dynamic, so that the step is skipped.
-        scales: the scale of each scaler after this step. Later steps may have changed it since.
+        scales: the scale of each scaler right after this step.
     """
 
     def __init__(self, found_inf: dict[LossScaler, Tensor]) -> None:
@@ -86,7 +86,7 @@ class StepLog:
     Args:
         optimizer: held by a weak reference.
         scalers: all scalers of the session. Messages name a scaler by its index.
-        find_culprits: returns the names of parameters with non-finite gradients, if any are left. Waits for the device.
+        find_culprits: returns the names of parameters whose gradients are non-finite now. Waits for the device.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class StepLog:
         return self._taken, self._skipped
 
     def add(self, outcome: Outcome | None) -> None:
-        """Record a step, and report the steps, in order, whose flags are known by now.
+        """Record a step. Report the oldest steps, up to the first whose flags are not known yet.
 
         `outcome` is None if no block has checked gradients for the step, so that it was taken. After every
         `CHECK_EVERY` taken steps, the gradients of such a step are checked here, which waits for the device. Raises
-        GradientOverflowError after so many skips in a row, or if a scale has fallen so far, that a smaller scale would
-        not help.
+        GradientOverflowError if a smaller scale would not help: after too many skips in a row, or if a scale has fallen
+        too far.
         """
         if outcome is None and not self._pending:
             self._count(is_skip=False)
             if self._taken % CHECK_EVERY == 0 and not self._has_warned and not is_capturing():
                 self._check_gradients()
             return
-        # steps are reported in order, so one without flags waits for those before it
+        # steps are reported in order, so a step without flags waits for the steps before it
         self._pending.append(Outcome({}) if outcome is None else outcome)
         while self._pending and (self._pending[0].is_known() or waits_for_each()):
             self._report_first(is_latest=len(self._pending) == 1)

@@ -17,7 +17,7 @@ _PART_ON_CPU = 2**20
 """The most float32 numbers that are open in a part (4 MiB), unless a single parameter needs more."""
 
 _PART = 2**24
-"""The same on other devices, where each kernel costs a launch."""
+"""The most float32 numbers on other devices, where each kernel costs a launch."""
 
 _STATES = 3
 """The largest number of states that an optimizer which steps in parts keeps for each element."""
@@ -70,8 +70,8 @@ def step_in_parts(
 
 
 def _divide(whole: _Part, are_split: bool, has_states: bool) -> list[_Part]:
-    """Return the parts. The smallest parameters come first: gradients of their masters are gone when the largest are
-    opened.
+    """Return the parts. The smallest parameters come first, so the gradients of their masters are gone when the largest
+    are opened.
 
     `are_split`: whether split masters are opened. `has_states`: whether states are.
     """

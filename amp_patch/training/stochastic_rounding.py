@@ -28,9 +28,10 @@ _UPPER = -0x10000
 
 _LARGEST = torch.finfo(torch.bfloat16).max
 _MIDDLE = 0x7FFF
+"""Just below half the spacing of bfloat16, in the bits of a float32."""
 
 _MINUTE = 2.0**-120
-"""The product of this and the difference of two finite numbers above `_LARGEST` is below 1."""
+"""A finite float32 value exceeds `_LARGEST` by less than 2**120. Times this, the excess vanishes in a sum."""
 
 _BLOCK_ON_CPU = 2**17
 """The number of positions in a block on a CPU. The temporary tensors of a block fit into the cache of a core."""
@@ -39,6 +40,7 @@ _BLOCK = 2**22
 """The number on other devices. Blocks are larger there, because each block costs kernel launches."""
 
 _WORD = 0xFFFFFFFFFFFFFFFF
+"""The mask of the lower 64 bits."""
 
 
 class StochasticRounding:
@@ -54,7 +56,7 @@ class StochasticRounding:
         self._room: _Room | None = None
 
     def begin_step(self) -> None:
-        """Go on to the random numbers of the next step."""
+        """From now on, use the random numbers of the next step."""
         self.steps += 1
 
     def end_step(self) -> None:
@@ -107,7 +109,7 @@ class StochasticRounding:
 
     def _get_room(self, values: Sequence[Tensor]) -> "_Room":
         """Return temporary tensors for a call, from an earlier call in this step if they are large enough."""
-        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # a block has no more
+        size = min(_get_limit(values[0]), sum(map(Tensor.numel, values)))  # no block has more elements
         if self._room is None or self._room.size < size or self._room.device != values[0].device:
             self._room = None  # freed before the next one is taken
             self._room = _Room(size, values[0].device)
@@ -174,7 +176,7 @@ def _round(values: Tensor, numbers: Tensor, clamped: Tensor) -> Tensor:
     """
     torch.clamp(values, -_LARGEST, _LARGEST, out=clamped)  # else larger finite numbers could become inf
     torch.sub(clamped.view(torch.int32), numbers, out=numbers).add_(_MIDDLE).bitwise_and_(_UPPER)
-    # inf and NaN come back by a sum that leaves finite numbers as they are, also -0
+    # inf and NaN come back by a sum that leaves finite numbers as they are, even -0
     beyond = torch.sub(clamped, values, out=clamped)
     return numbers.view(torch.float32).add_(beyond, alpha=-_MINUTE)
 

@@ -30,8 +30,8 @@ def unscale_(gradients: Sequence[Tensor], scale: Tensor, found_inf: Tensor | Non
     writes each gradient once.
 
     Gradients may be of any floating (16 bits or more) or complex dtype, dense or sparse (COO), on any devices. `scale`
-    and `found_inf` are 0-dim float32. Waits for a device only if gradients are on a GPU and `scale` or `found_inf` on
-    the CPU, or the other way round.
+    and `found_inf` are 0-dim float32. Waits for a device only to copy `scale` or a flag from the device to
+    a CPU, or back.
     """
     groups = _group_values(gradients)
     if not groups:
@@ -85,7 +85,7 @@ def either(left: Tensor | None, right: Tensor) -> Tensor:
 def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters whose gradients hold inf or NaN.
 
-    Waits for the device once, or, if the sum of a gradient is inf or NaN, once for each gradient in addition.
+    Waits once for the device. If the sum of a gradient is not finite, waits once more for each gradient.
     """
     with_values: list[tuple[Tensor, Tensor]] = []
     for parameter in parameters:
@@ -106,15 +106,16 @@ def find_nonfinite(parameters: Iterable[Tensor]) -> list[Tensor]:
 def sum_norms(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the sum of the L2 norms of all gradients of each device and dtype: 0-dim float32. Waits for nothing.
 
-    The sum is inf or NaN if a gradient has such a value. It can be inf for finite values, too, above 1e19.
+    The sum is inf or NaN if a gradient has such a value. It can also be inf if finite values are above 1e19, because
+    their squares overflow in float32.
     """
     groups = _group_values([gradient for gradient in map(get_gradient, parameters) if gradient is not None])
     return [_sum_norms_of(values) for values in groups]
 
 
 def _sum_norms_of(values: list[Tensor]) -> Tensor:
-    # In 16 bits, the square of a finite number may be infinite, so 16-bit norms are computed in float32. The dtype of
-    # float64 norms stays, because torch refuses a smaller one.
+    # At least float32, because squares of finite 16-bit values may overflow. float64 stays float64: torch raises an
+    # error if a norm is to have a narrower dtype than its input.
     dtype = torch.promote_types(values[0].dtype, torch.float32)
     return torch.stack(foreach_norm(values, 2, dtype=dtype)).sum().to(torch.float32)
 
@@ -161,8 +162,8 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     """Divide the gradients of 16-bit parameters by `scale` (0-dim; None: 1), add them to the gradients of their float32
     masters, and set the parameters' gradients to None.
 
-    Without a scale, a closed split master (`ClosedMaster`) that has no gradient takes over the 16-bit gradient itself,
-    if nothing else uses its memory.
+    A `ClosedMaster` (a master without float32 values at present) may keep the 16-bit gradient as it is. It does so only
+    without a scale, and if it has no gradient yet.
 
     Args:
         pairs: each parameter with its master.
@@ -172,8 +173,8 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
     """
     unmoved = [pair for pair in pairs if pair[0].grad is not None]
     sizes = [master.numel() for _, master in unmoved]
-    # On a CPU without a scale, gradients are converted one by one, and each is in memory twice for a moment. Converting
-    # the largest first, while few others are in float32, keeps the peak memory low.
+    # On a CPU without a scale, each gradient is converted to float32 and freed before the next one. The peak memory is
+    # lowest if the largest comes first, while the others are still in 16 bits.
     largest_first = sorted(range(len(unmoved)), key=sizes.__getitem__, reverse=True)
     masters: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -204,11 +205,12 @@ def move_to_masters_(pairs: Iterable[tuple[Tensor, Tensor]], scale: Tensor | Non
 
 
 def _is_alone(gradient: Tensor) -> bool:
-    """Return whether nothing else holds the memory of a gradient. If DistributedDataParallel does, it writes the
-    gradients of the next step there.
+    """Return whether no other tensor uses the memory of a gradient.
+
+    A gradient may be a view of a bucket of DistributedDataParallel, which overwrites the bucket in the next pass.
     """
     lone = torch.empty((), device="cpu")
-    own_uses = get_storage_uses(get_storage_address(lone))  # of a tensor whose memory nobody else holds
+    own_uses = get_storage_uses(get_storage_address(lone))  # of a tensor that alone uses its memory
     return get_storage_uses(get_storage_address(gradient)) <= own_uses
 
 

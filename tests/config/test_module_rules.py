@@ -396,7 +396,7 @@ def test_rules_of_a_level_that_patches_nothing_leave_other_recurrent_layers_alon
 
 
 def test_levels_that_patch_nothing_take_lists_for_their_module_rules_alone(write):
-    with pytest.raises(amp.PolicyError, match="there are none in these"):
+    with pytest.raises(amp.PolicyError, match="these lists have none"):
         amp.initialize(Net(), opt_level="O2", lists="bfloat16", verbosity=0)
     with pytest.raises(amp.PolicyError, match="O0 runs everything in float32"):
         amp.initialize(Net(), opt_level="O0", lists=write(MIXED), verbosity=0)
