@@ -27,7 +27,8 @@ class RunRecord:
         needs_scaler: whether the script has no loss scale and would need one in float16.
         script_low: the short name of the 16-bit dtype of weights of a script without amp; "" for other scripts.
         not_widened: the parts of the script that stayed in 16 bits in a run that was to be in float32.
-        is_timed: whether its times count; False if changing the dtypes of the script to float32 took time in its steps.
+        is_timed: whether the times of the run count; False if changing the dtypes of the script to float32 took time in
+            its steps.
         hardware: the kind of the device: on two of the same kind, torch usually runs the same kernels.
         threads: the number of threads that an op on the CPU uses; 0 if unknown.
     """
@@ -162,13 +163,14 @@ class ComparedRecord:
         low: the short name of the 16-bit dtype, also of the script's own weights; "" without one.
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step in which layers are measured; None if they are not.
-        has_equal_weights: False if this step began with other weights than in the reference, apart from rounding.
-        gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
-            Layers with small gradients do not count.
+        has_equal_weights: False if the step in which layers are measured began with other weights than in the
+            reference, apart from rounding.
+        gradient_error: the largest relative error (L2) of a layer's gradients in the step in which layers are measured;
+            None if not compared. Layers with small gradients do not count.
         gradient_worst: the name of the layer with this error; "" if not compared.
-        kept: the share of elements whose change is stored, in the 16-bit tensors that lose most; None if none loses
-            any, or if not measured.
-        kept_worst: the name of the tensor that loses most, or its line; "" if none loses.
+        kept: the share of elements whose change is stored, in the 16-bit tensors that lose most; None if no tensor
+            loses changes, or if not measured.
+        kept_worst: the name of the tensor that loses most, or its line; "" if no tensor loses changes.
         lost_by: "weights" if weights lose, "sum" for a sum within one call, "tensor" for another tensor with a name,
             else "line"; "" if none loses.
         update_error: the relative error (L2) of these changes, or of the sum; None without any, or if not measured.
@@ -243,13 +245,13 @@ class OpErrorRecord:
     """The error that an op adds in 16 bits in one step, from inputs that are equal but for their rounding.
 
     Attributes:
-        run: the run in which it ran in 16 bits; "" in the recording of a run.
+        run: the name of the run in which the op ran in 16 bits; "" in the recording of that run itself.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
         error: the largest relative error (L2) of a result, or of the gradients of the inputs; 0 in the recording of a
             run in 16 bits.
-        is_backward: whether it is the error of gradients.
-        is_random: whether it draws other numbers in 16 bits than in float32.
+        is_backward: whether `error` is the error of gradients.
+        is_random: whether the op draws other numbers in 16 bits than in float32.
     """
 
     kind: ClassVar[str] = "op_error"

@@ -31,12 +31,12 @@ class Remedy:
         kind: the part that it changes.
         extends: the list that the new list extends.
         regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
-        ops: names of ops to run in float32, beside these modules.
+        ops: names of ops to run in float32, in addition to the modules.
         alternative: names of ops that suffice instead of `regions` and `ops`.
-        sites: lines of the script that need `.float()`, beside these modules and ops.
+        sites: lines of the script that need `.float()`, in addition to the modules and ops.
         scale: the loss scale to use; None if it need not change, or if no scale is known to help.
         is_scale_enough: whether `scale` may take the place of the list.
-        is_larger: whether a larger loss scale is wanted. If none helps, `scale` is None or not larger.
+        is_larger: whether gradients need a larger loss scale. If no larger one helps, `scale` is None or not larger.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
         advice: lines of advice about the script.

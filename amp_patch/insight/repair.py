@@ -52,7 +52,7 @@ class Repair:
     """Computes the values that depend on the faults of one step again, in float32.
 
     Args:
-        underflow: the share of a gradient that may become zero; None: any.
+        underflow: the largest share of a gradient that may become zero; None: any share.
         get_scale: returns the loss scale in force.
         is_scaled: returns whether a tensor carries the loss scale.
 
@@ -61,7 +61,8 @@ class Repair:
         rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op of the forward pass whose result does not fit into float32 either, and its line; "" without
             one.
-        beyond_backward: the same for the backward pass, where a later op may mask the result.
+        beyond_backward: the first op of the backward pass whose result does not fit into float32 either, and its line.
+            A later op may mask the result.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Repair:
         self._twins = Twins()
         self._wanted: set[Written] = set()  # results that have to be float32
         # For each gradient that does not fit: the 16-bit op of the forward pass that would repair it in float32, and
-        # the largest loss scale under which it fits without that.
+        # the largest loss scale under which the gradient fits without this repair.
         self._repairable: list[tuple[Written, float]] = []
-        # For the gradients without such an op: the largest loss scale under which all of them fit.
+        # For the gradients that no op in float32 would repair: the largest loss scale under which all of them fit.
         self._scale_of_others = math.inf
         self._scale: float | None = None  # the smallest scale of 1 or more that `_lower_scale` has returned
         self._fitting = math.inf  # the smallest scale that `_lower_scale` has returned
@@ -217,7 +218,7 @@ class Repair:
         return fitting
 
     def raise_scale(self, tensor: Tensor, exact: Tensor) -> None:
-        """Raise the scale until no more of a gradient is zero in 16 bits than is allowed."""
+        """Note the larger loss scale, if any, at which at most the allowed share of a gradient is zero in 16 bits."""
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return

@@ -1,4 +1,4 @@
-"""`RuleFinder`: finds the rule that decides how an op runs: of a list, of a module, or a property of the level."""
+"""`RuleFinder`: finds what decides how an op runs: a rule of a list, a module rule, or a property of the level."""
 
 import functools
 from collections.abc import Callable

@@ -126,8 +126,8 @@ _OF_DTYPES = re.compile(
 def may_depend_on_dtype(error: RunFailedError) -> bool:
     """Return whether a training that failed in one precision may run in another, by the text of its error.
 
-    It may after an error about dtypes, kernels, loss scales or memory. Only the error itself is read, and the line that
-    raised it: lines above often name dtypes.
+    Return True for an error about dtypes, kernels, loss scales or memory. Only the error itself is read, and the line
+    that raised it: lines above often name dtypes.
     """
     _, frame, end = str(error).rpartition('File "')
     text = end.partition("\n")[2] if frame else end
@@ -204,7 +204,7 @@ class FunctionRunner:
 
         Exceptions of the function propagate; but once the function has got float32 where it asked for 16 bits,
         RunFailedError is raised from them. Raises SessionError if the function neither opens a session nor enters
-        `torch.autocast`. Steps before it does one of these are not watched.
+        `torch.autocast`. Steps before the session, or before the first region, are not watched.
         """
         from .. import native  # imports torch
         from ..session import current

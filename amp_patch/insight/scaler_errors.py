@@ -29,7 +29,7 @@ class _Loss:
     """The last loss of the script.
 
     Attributes:
-        site: the line that scaled it, or else of its backward pass.
+        site: the line that scaled the loss, or else the line that began its backward pass.
         has_graph: whether autograd knows the op that made it, so that gradients flow from it.
         leaves: ids of the leaves of its graph, which get its gradients.
         is_cut_off: whether none of the leaves is a parameter.
@@ -42,7 +42,7 @@ class _Loss:
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether no gradient flows from it to a parameter."""
+        """Whether no gradient flows from this loss to a parameter."""
         return not self.has_graph or self.is_cut_off
 
 
@@ -155,7 +155,7 @@ class ScalerErrors:
 
 
 def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
-    """Return the record of an exception of a GradScaler beside a session of `amp.initialize`."""
+    """Return the record of an exception of a GradScaler that is used although `amp.initialize` has opened a session."""
     level = session.policy.opt_level
     return replace(
         empty,
@@ -221,7 +221,7 @@ def _name(weights: Sequence[Tensor], session: Session) -> str:
 
 
 def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels) -> RaisedRecord:
-    """Return the record of float16 gradients, which a GradScaler does not unscale."""
+    """Return the record of an exception about float16 gradients, which a GradScaler does not unscale."""
     low = [
         weight
         for weight in _weights_of(optimizer)

@@ -29,8 +29,9 @@ Function = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Sums:
-    """The errors of one op in one module, over its calls, or over its calls at one line of the script. `LowOpRecord`
-    explains the attributes.
+    """The errors of one op in one module, over all its calls or over its calls at one line of the script.
+
+    `LowOpRecord` explains the attributes.
     """
 
     is_listed: bool
@@ -69,9 +70,10 @@ class _LowCall:
     def find_backward_error(self, gradient: Tensor, index: int) -> float:
         """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
+        Inputs whose gradients are not finite in 16 bits are left out. The other gradients count as one vector, because
+        a single gradient may consist of rounding errors only, as for the bias of keys in attention.
+
         `gradient` is the gradient of the result `index` of the call.
-        Inputs whose gradients are not finite in 16 bits are left out. The gradients of the others count as one vector,
-        because one alone may be zero but for rounding, as for the bias of keys in attention.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)
@@ -134,7 +136,7 @@ class Shadow:
         return result
 
     def run_low(self, op: str, function: Function, args: Any, kwargs: Any) -> "LowResults | None":
-        """Return the results of a function from rounded inputs, or None if its second call would differ anyway.
+        """Return the results of a function from rounded inputs, or None if a second call would differ even in float32.
 
         Use this before the call itself, which may write to its arguments.
         """

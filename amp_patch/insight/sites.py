@@ -1,4 +1,4 @@
-"""The line of a script that called an op, and the role of the code between: read from the frames of the stack."""
+"""The line of a script that called an op, and the role of the code between line and op, read from the stack."""
 
 import ast
 import functools
@@ -22,7 +22,7 @@ from .expressions import read_source
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = __name__.partition(".")[0]
 _TORCH = f"{Path(torch.__file__).parent}/"
-_ROLES_OF_TORCH = {  # the first that fits
+_ROLES_OF_TORCH = {  # the first that the name of a file begins with
     f"{_TORCH}optim/": "optimizer",
     f"{_TORCH}amp/grad_scaler.py": "amp",
     _TORCH: "",
@@ -34,7 +34,7 @@ _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
-"""Beginnings of the file names of code that does not count as the user's: code without a file, and of Python.
+"""Beginnings of the file names of code that does not count as the user's: code without a file, and two parts of Python.
 """
 
 
@@ -132,7 +132,7 @@ def casts_result(file: str, number: int) -> bool:
 
 
 def _casts_result(call: ast.Call) -> bool:
-    """Return whether a call is such a cast, or an op with a 16-bit `dtype`."""
+    """Return whether a call casts a computed value to 16 bits, or is an op with a 16-bit `dtype`."""
     func, given = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
     if isinstance(func, ast.Attribute) and any(isinstance(part, _COMPUTED) for part in ast.walk(func.value)):
         is_cast = func.attr in ("half", "bfloat16")

@@ -18,8 +18,9 @@ from .tensors import storage_of
 def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool], origins: Origins) -> list[str]:
     """Return the text of each tensor in the user's innermost line; "" if that is not known.
 
-    `weights` says for each tensor whether it is a weight. If one floating tensor that is no weight is left without a
-    text, and one argument without a tensor, they are taken to belong together, unless the line shows otherwise.
+    `weights` says for each tensor whether it is a weight. At the end, one floating tensor that is no weight may be
+    left without a text, and one argument without a tensor. Then this argument is taken for the text of the tensor,
+    unless it ends with a cast to another dtype.
     """
     level = levels.innermost
     expression = None if level is None else find_expression(level.frame, level.index)
@@ -40,7 +41,7 @@ def find_texts(levels: Levels, tensors: Sequence[Tensor], weights: Sequence[bool
     candidates = dict.fromkeys(text for text in _find_candidates(node, source, reader) if text not in texts)
     if len(left) == 1:
         candidates = {text: None for text in candidates if not _is_cast_away(text, tensors[left[0]])}
-    # If a floating argument is no operand, the function makes its operands of its arguments, as F.cross_entropy does.
+    # If a floating argument is no operand, the function computes operands from its arguments, as F.cross_entropy does.
     are_operands = all(source.spell(part) in texts for part in _find_floating_arguments(node, reader))
     if len(left) == 1 and len(candidates) == 1 and are_operands:
         texts[left[0]] = next(iter(candidates))

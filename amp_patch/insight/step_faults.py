@@ -13,8 +13,8 @@ from .repair import Needs
 from .short_dtypes import LARGEST
 from .written import Culprit
 
-_NEAR = 8.0  # a value above the largest number of its dtype, divided by this, counts as nearly too large
-_FEW = 16  # a loss that is a sum of fewer terms is not blamed for large gradients
+_NEAR = 8.0  # a value counts as nearly too large above the largest number of its dtype, divided by this
+_FEW = 16  # a loss is blamed for large gradients only if it is a sum of at least so many terms
 _LITTLE = 256.0  # a loss scale up to this leaves little room for small gradients
 
 
@@ -30,13 +30,13 @@ class SeenInStep:
         total: the number of gradients that were looked at.
         are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
         mended: for each gradient that is not finite, whether it is finite once the faulty ops run in float32.
-        is_lost: whether one of these gradients would not be finite in float32 either.
-        skips: for each optimizer with such gradients, whether it skipped its step.
+        is_lost: whether a gradient that is not finite would not be finite in float32 either.
+        skips: for each optimizer with gradients that are not finite, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss: the faults on which a loss depends, as their positions among the faults of the step.
-        reaching_gradients: the same for the gradients that `total` counts.
-        reaching_unused: the same for other gradients of the models, such as the discriminator's in the backward pass of
-            the generator.
+        reaching_gradients: the faults on which the gradients that `total` counts depend.
+        reaching_unused: the faults on which gradients depend that the stepping optimizer does not hold. In a GAN, these
+            are the discriminator's gradients in the backward pass of the generator.
     """
 
     is_loss_seen: bool = False
@@ -60,7 +60,7 @@ class Finished:
 
     Attributes:
         faults: the faults to report.
-        searches: the fault of a step that was skipped while a dynamic loss scale came down; else empty.
+        searches: the first fault of a step that was skipped because a dynamic loss scale is too large; else empty.
         unused: faults in gradients that an optimizer may use in a later step.
     """
 
@@ -73,7 +73,7 @@ class StepFaults:
     """Completes the faults of one step.
 
     Args:
-        session: the session that ran it.
+        session: the session that ran the step.
         finder: knows the values of the step.
         seen: the observations in this step.
         has_grown: whether the loss or the largest weight has grown so much that the training has diverged.
@@ -87,7 +87,7 @@ class StepFaults:
         self._needs = finder.repair.find_needs()
 
     def finish(self, faults: Sequence[FaultRecord], *, is_skipped: bool | None) -> Finished:
-        """Complete the faults, and drop those that did no harm."""
+        """Complete the faults, and drop those that are not worth a report (see `_is_harmless`)."""
         result = Finished()
         for number, fault in enumerate(self.add_fixes(faults)):
             reach = self._find_reach(number, fault)
@@ -98,7 +98,7 @@ class StepFaults:
             elif not _is_harmless(fault):
                 result.faults.append(fault)
         if not all(map(self._is_search, result.faults)):
-            # Faults that end once the loss scale has come down are the least important.
+            # Faults that a smaller loss scale ends are the least important.
             result.faults.sort(key=self._ends_by_itself)
         elif result.faults:
             result.searches, result.faults = [self._mark_search(result.faults[0])], []
@@ -140,9 +140,9 @@ class StepFaults:
         return find_scope(culprits, self._session.models(), has_lists=has_lists)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
-        """Return the modules in which the line of a culprit gives values that are too large, or nearly so.
+        """Return the modules in which the line of a culprit gives values that are too large, or nearly too large.
 
-        If the rounding of the culprit is to blame, these are all modules in which this line ran.
+        If the rounding of the culprit is to blame, return all modules in which its line ran.
         """
         is_of_rounding = culprit in self._finder.repair.rounding
         siblings: list[str] = []
@@ -169,14 +169,14 @@ class StepFaults:
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether gradients fit only under loss scales up to `scale`, but at scale 1 if the loss were a mean."""
+        """Return whether gradients fit only at scales up to `scale`, but would fit at 1 if the loss were a mean."""
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1
 
     def _find_reach(self, number: int, fault: FaultRecord) -> Reach | None:
         """Return how far a fault has spread; None if only into gradients that no optimizer has used yet.
 
-        If no fault was followed up to a loss or gradient that is not finite, each fault may be the reason.
+        If no fault is known to have reached a loss or gradient that is not finite, each fault may be the reason.
         """
         if fault.phase is Phase.STEP:
             return Reach.WEIGHTS
@@ -192,8 +192,8 @@ class StepFaults:
     def _is_search(self, fault: FaultRecord) -> bool:
         """Return whether the step was skipped because a dynamic loss scale is, or may be, too large.
 
-        A gradient that no op of torch wrote, or that torch cannot compute in float32, may be finite under a smaller
-        scale, if the scale can fall further.
+        The scale *may* be too large for a gradient that no op of torch wrote, or that torch cannot compute in float32,
+        as long as the scale can fall.
         """
         loss_scale = fault.evidence.loss_scale
         bounds = [scaler.min_loss_scale or 0.0 for scaler in self._session.scalers if scaler.is_dynamic]
@@ -240,8 +240,10 @@ def _of_weight(fault: FaultRecord) -> Culprit:
 def _is_harmless(fault: FaultRecord) -> bool:
     """Return whether a fault has reached neither loss nor gradients, and is not worth a report.
 
-    It is not worth one if float32 would have it, too, as in the logarithm of a mask, if rounding in the backward pass
-    led to it, or if it came in with a wider tensor that is no part of a model.
+    It is not worth a report in three cases:
+    * float32 would have it, too, as in the logarithm of a mask,
+    * rounding in the backward pass led to it,
+    * an op was given it in a tensor of the script that is neither in 16 bits nor a parameter or buffer.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False

@@ -89,7 +89,7 @@ def star_layers(module: str) -> str:
 
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Yield one record, without constants, for records whose modules differ only in numbers, with `*` for these."""
+    """Yield one record, without constants, for records whose modules differ only in numbers, which become `*`."""
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
         starred = replace(op, module=star_layers(op.module))
@@ -294,7 +294,7 @@ def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key, width: int
 
 
 def _dtypes(names: tuple[str, ...]) -> str:
-    """Return dtypes as `f32,f32,i64`; more than four equal ones as `f32 x 8`, and of others the first six."""
+    """Return dtypes as `f32,f32,i64`, at most the first six. More than four that are all equal become `f32 x 8`."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
     shown = list(names[:6])

@@ -29,8 +29,9 @@ from .runs import check_count, check_function, check_names
 from .step_faults import SeenInStep, StepFaults
 from .tensors import find_largest_of, has_nan
 
-_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0  # a training whose loss or largest weight grew by more counts as diverged
-_REPEATED = 20  # end the run after more faults of one op without a loss in between: see `_see_fault`
+# A training counts as diverged if its loss or its largest weight has grown by more than this factor.
+_GROWN_LOSS, _GROWN_WEIGHTS = 1e3, 30.0
+_REPEATED = 20  # the run ends if the first fault of a step comes again more often than this before a loss
 
 
 @dataclass
@@ -46,14 +47,14 @@ class _Growth:
 
 
 class Tracer(Recorder):
-    """Looks at the steps from `first` up to, but not including, `last`, or up to the first that has a fault.
+    """Looks at the steps from `first` up to, but not including, `last`, or up to the first step that has a fault.
 
     A step that is skipped because a dynamic loss scale is still too large has no fault.
 
     Args:
         first, last, on_end: as for `Recorder`.
         underflow, ignore: as for `FaultFinder`.
-        counts_skipped: whether `last` counts skipped steps. If not, each of them adds a step.
+        counts_skipped: whether `last` counts skipped steps. If not, each skipped step raises `last` by 1.
         keeps_steps: whether the recording has a record for each step.
     """
 
@@ -76,7 +77,7 @@ class Tracer(Recorder):
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._get_scale, self._see_fault)
         self._faults: list[FaultRecord] = []
-        self._searches: list[FaultRecord] = []  # faults of steps that were skipped while a dynamic scale came down
+        self._searches: list[FaultRecord] = []  # the first fault of each step that a too large scale skipped
         self._unused: list[FaultRecord] = []  # faults in gradients that an optimizer may use in its next step
         self._has_stepped = False  # whether `step_begun` is called for a step that has run already
         self._stepping: int | None = None  # id of the optimizer whose step has begun
@@ -108,12 +109,12 @@ class Tracer(Recorder):
 
     @property
     def faults(self) -> list[FaultRecord]:
-        """The complete faults. Faults of a step under way are not complete."""
+        """The complete faults. Faults of a step that has not ended are left out."""
         return list(self._faults)
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The first faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first fault of each step that was skipped because a dynamic loss scale was still too large."""
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -130,7 +131,7 @@ class Tracer(Recorder):
         size = find_largest_of([loss])
         self._observer.go_on()
         if math.isfinite(size):
-            # A loss that has fallen and grows again diverges from its smallest value on.
+            # growth counts from the smallest loss: a loss may fall before it diverges
             self._loss.base = min(self._loss.base, size)
             self._loss.last = size
         else:
@@ -144,10 +145,12 @@ class Tracer(Recorder):
         self._seen.is_scaled = True
 
     def _see_fault(self) -> None:
-        """Mark a fault in a gradient that a forward pass computes, as by torch.autograd.grad, without `amp.initialize`.
+        """Mark the last fault if it is in a gradient that a forward pass computes, for example by torch.autograd.grad.
 
-        End the run if the first op with a fault gives a fault again and again before any loss goes backward. A script
-        that skips losses that are not finite may run for ever without a step.
+        It is not marked in a session that the script opened with `amp.initialize`.
+
+        End the run if more than `_REPEATED` faults lie at the place of the first fault, and no loss was seen in this
+        step. A script that skips losses that are not finite may run for ever without a step.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
@@ -160,7 +163,7 @@ class Tracer(Recorder):
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients and the weights."""
+        """Look at the gradients and the weights before the optimizer uses them."""
         super().step_begun(optimizer)
         self._stepping = id(optimizer)
         if self.is_recording:
@@ -222,7 +225,7 @@ class Tracer(Recorder):
         return len(self._finder.faults)
 
     def blame_last_step(self, optimizer: Optimizer) -> None:
-        """Enter a fault of the step before for weights that do not fit."""
+        """Record a fault of the previous step: its optimizer wrote weights that do not fit."""
         self._finder.step -= 1
         self._finder.faults = [self._make_of_step(optimizer)]
         self._finish_faults(None)
@@ -279,8 +282,8 @@ class Tracer(Recorder):
             yield from model.parameters()
 
     def _look_at_weights(self, optimizer: Optimizer) -> None:
-        """Enter a fault if weights do not fit after a step, although weights and gradients fitted before it."""
-        # If anything before the step did not fit, it is the reason, and not the step.
+        """Add a fault if weights do not fit after a step, although weights and gradients fitted before it."""
+        # a value that did not fit before the step is the reason, and not the step
         if not self._are_weights_finite or self._seen.gradients or self._finder.faults:
             return
         self._look_at_size(optimizer)
@@ -312,12 +315,13 @@ class Tracer(Recorder):
         """Complete the faults of a step, and begin the next."""
         faults, self._finder.faults = self._finder.faults, []
         if not faults and self._seen.gradients:
-            # An earlier step may have computed the gradients. Its faults explain them if no optimizer used them there.
+            # An earlier step may have computed these gradients, and no optimizer has used them until now. Then the
+            # faults of that step explain them.
             faults = self._unused or [self._make_unseen()]
         finished = self._step_faults().finish(faults, is_skipped=is_skipped)
         self._faults += finished.faults
         self._searches += finished.searches
-        # Their effect is known once an optimizer uses the gradients.
+        # The effect of an unused fault is known once an optimizer uses the gradients.
         self._unused = [replace(fault, effect=Effect()) for fault in finished.unused]
         self._seen = SeenInStep()
 
@@ -326,7 +330,7 @@ class Tracer(Recorder):
         leave_mode(self._quiet)  # an exception in an optimizer's step leaves this mode on
         record = super().note_raised(error)
         if record is not None and record.cause.is_of_scaler:
-            # Overflows of gradients under a dynamic loss scale are no reason for this exception.
+            # GradScaler refuses calls whether or not gradients overflow: no fault of a backward pass explains this.
             self._finder.faults = [fault for fault in self._finder.faults if not fault.is_in_backward]
         if record is not None and "without overflow" in record.message:
             sites = [fault.origin.site for fault in (*self._faults, *self._finder.faults)]
@@ -356,7 +360,7 @@ class Tracer(Recorder):
             return
         trained = [(weight, weight.grad) for weight in self._weights_of_models() if weight.grad is not None]
         if self._finder.faults and self._seen.is_loss_seen and trained:
-            self._seen.gradients, self._seen.total = [], 0  # the call below finds them all again
+            self._seen.gradients, self._seen.total = [], 0  # `_look_at_gradients` below counts again
             unused, storages = self._seen.reaching_unused, self._finder.storages
             used = [weight for weight, gradient in trained if unused.isdisjoint(storages.find_faults([gradient]))]
             self._look_at_gradients(used)
@@ -380,7 +384,8 @@ class Tracer(Recorder):
     def _get_scale(self) -> float:
         """Return the scale of the last block; before a block, or with a GradScaler, the scale of the session.
 
-        Return 1 in a backward pass before a loss of the step is scaled, as by torch.autograd.grad in a forward pass.
+        Return 1 in a backward pass that runs before a loss of the step is scaled. An example is a call of
+        torch.autograd.grad in a forward pass.
         """
         if not self._seen.is_scaled and get_current_node() is not None:
             return 1.0
@@ -413,8 +418,9 @@ def _read_number(group: dict[str, Any], name: str) -> float | None:
 def tracing(
     *, underflow: float | None = None, ignore: Sequence[str] = (), keeps_steps: bool = False
 ) -> Iterator[Tracer]:
-    """Look at the ops that run in the block, usually except in optimizer steps. The tracer has the faults.
+    """Look at the ops that run in the block. The tracer has the faults.
 
+    Ops of an optimizer step are only looked at if the step has a closure, or if amp does not know the optimizer.
     The values of the ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
     a recording is in progress.
     """

@@ -24,13 +24,14 @@ class TroubleRecord:
         learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
         then: what follows the step: "stop", "skip" or "go".
-        micro_batch: the number of the loss, from 0, in whose passes the first fault came; None without such a fault.
+        micro_batch: the number of the loss, from 0, whose forward or backward pass has the first fault; None without
+            such a fault.
         micro_batches: the number of losses in the repeated step.
         faults: the number of faults that were found.
         differences: how the repetition differs from the step; empty if it was the same.
         obstacle: why the step could not be repeated to its end; "" without an obstacle.
         has_stepped: whether weights had changed in this step already: by a closure, or by another optimizer.
-        is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
+        is_repeated: False if this step was not repeated, because the previous step made weights that are not finite.
     """
 
     kind: ClassVar[str] = "trouble"
@@ -58,7 +59,7 @@ _THEN = {
 }
 
 
-_FLIGHT = "  flight  "  # the name of the lines about the steps before; they are indented by its width
+_FLIGHT = "  flight  "  # the name of the lines about earlier steps, which are indented by its width
 
 
 def format_trouble(trouble: TroubleRecord, faults: Sequence[str], flight: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from .tensors import is_whole, storage_of, tensors_in
 
 
 class Twins:
-    """Keeps the *twins* of tensors: the values that they would have in float32. Tensors of one storage share theirs."""
+    """Keeps the *twins* of tensors: the values that they would have in float32. Views of a storage share its twin."""
 
     def __init__(self) -> None:
         # By the id of a storage: the storage, its values in float32, and the size of its elements.
@@ -36,8 +36,9 @@ class Twins:
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Store float32 values of the shape of a tensor as its twin. Complex tensors, and tensors that are not of
-        `PLAIN_CLASSES`, get none.
+        """Store float32 values as the twin of a tensor of the same shape.
+
+        Complex tensors, and tensors that are not of `PLAIN_CLASSES`, get no twin.
         """
         if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
             return
@@ -52,12 +53,12 @@ class Twins:
             del self._flat[id(tensor.untyped_storage())]
 
     def compute(self, op: Op) -> list[Tensor]:
-        """Return the floating results of an op in float32, with the twins of its inputs; [] if it cannot run so."""
+        """Run an op in float32, on the twins of its inputs. Return its floating results; [] if it cannot run so."""
         run = self.run(op)
         return [] if run is None else run.floating_results()
 
     def run(self, op: Op) -> Op | None:
-        """Return an op as it runs in float32, with the twins of its inputs; None if it cannot run so."""
+        """Run an op in float32, on the twins of its inputs. Return it with its results; None if it cannot run so."""
 
         def take(tensor: Tensor) -> Tensor:
             twin = self.find(tensor)

@@ -1,7 +1,7 @@
 """`Written`: the record of the op that wrote a storage last, and of the inputs of this op.
 
-A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. It also explains the values that
-are computed from it.
+A value *fits* if it is finite. A *fault* is a value that does not fit, with its cause. A fault explains the values that
+are computed from it, too.
 """
 
 import math
@@ -58,15 +58,16 @@ class Written:
         largest: the largest magnitude of the result; inf or NaN if it holds, or may hold, one.
         parents: the records of the inputs.
         faults: numbers of the faults that explain why it does not fit.
-        is_known: whether it does not fit, and a fault that was entered explains why.
-        is_old: whether it was written in the step before. Then `parents` and `faults` are empty.
+        is_known: whether it does not fit, and a fault that was recorded explains why.
+        is_old: whether it was written in the previous step. Then `parents` and `faults` are empty.
         size: bytes of the storage.
         culprit: the op, if it is one of the forward pass.
         is_low: whether it is a 16-bit result of the forward pass, or of a `backward` that the user wrote.
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        mask_fault: the fault to report if an input that made this result inf or NaN, and seemed to be a mask, is none.
+        mask_fault: the fault to report if an input proves to be no mask; None, unless an input that made this result inf
+            or NaN seemed to be a mask.
     """
 
     op: str
@@ -122,8 +123,8 @@ class Written:
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
     """Return the ops that have to be named so that the wanted results are in float32.
 
-    `made` has the results of a step in order. An op that takes the dtype of its inputs need not be named if one of them
-    is float32 already.
+    `made` has the results of a step in order. An op that takes the dtype of its inputs need not be named if an
+    input is float32 already.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []
