@@ -173,7 +173,8 @@ class ComparedRecord:
         kept_worst: the name of the tensor that loses most, or its line; "" if no tensor loses changes.
         lost_by: "weights" if weights lose, "sum" for a sum within one call, "tensor" for another tensor with a name,
             else "line"; "" if none loses.
-        update_error: the relative error (L2) of these changes, or of the sum; None without any, or if not measured.
+        update_error: the relative error (L2) of the changes of the tensor `kept_worst`, or of the sum at its line; None
+            if no tensor loses changes, or if not measured.
         failed: why the run ended early, or that it did not run; "" if it came to its end.
     """
 

@@ -53,7 +53,7 @@ class ScalerErrors:
         self._loss: _Loss | None = None
         self._training_lines: set[str] = set()  # lines of losses that were computed from parameters
         self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
-        self._misuses: dict[str, Misuse] = {}  # by the same note
+        self._misuses: dict[str, Misuse] = {}  # by the note on the exception
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss that is scaled, or whose backward pass begins."""

@@ -340,7 +340,7 @@ class Tracer(Recorder):
         return record
 
     def _is_before_window(self) -> bool:
-        return False  # unlike other recorders, a tracer observes no step before its first
+        return False  # unlike a plain `Recorder`, a tracer observes no step before `first`
 
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()

@@ -1,4 +1,4 @@
-"""`Twins`: values in float32 beside the values that a script has computed, mostly in 16 bits."""
+"""`Twins`: for tensors that a script has computed, mostly in 16 bits, the values that they would have in float32."""
 
 import functools
 import weakref

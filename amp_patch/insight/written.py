@@ -66,8 +66,8 @@ class Written:
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it.
-        mask_fault: the fault to report if an input proves to be no mask; None, unless an input that made this result inf
-            or NaN seemed to be a mask.
+        mask_fault: the fault to report if an input proves to be no mask; None, unless an input that made this result
+            inf or NaN seemed to be a mask.
     """
 
     op: str

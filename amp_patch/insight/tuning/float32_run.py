@@ -144,7 +144,7 @@ class _Shadowing:
         module = self._find_module()
         inputs = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype is torch.float32]
         would_be_low = bool(inputs) and kwargs.get("out") is None and self._would_be_low(rule, module, inputs)
-        # an unlisted function written in Python only calls other ops, which are measured instead
+        # an unlisted function written in Python only calls other ops: measure these ops instead
         is_composed = rule is None and self._session.casts is not None and isinstance(function, types.FunctionType)
         if is_composed:
             self._watch.is_busy = False

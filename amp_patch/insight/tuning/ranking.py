@@ -79,8 +79,8 @@ class Ranking:
         def key(entry: ListEntry) -> tuple[float, bool, int, float]:
             ops = ops_by_entry[entry]
             error = max(map(self._find_outlying_error, ops))
-            is_beside_outlier = any(op.module in modules_of_outliers for op in ops)
-            return -error, not is_beside_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
+            is_in_module_of_outlier = any(op.module in modules_of_outliers for op in ops)
+            return -error, not is_in_module_of_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
 
         return sorted(ops_by_entry, key=key)
 

@@ -25,7 +25,7 @@ class Verdict:
     Attributes:
         passed: whether gradient errors are within the tolerance, and loss errors within `LOSS_SHARE` of it.
         worst: the largest relative error (L2) of a gradient; inf if a gradient or a step cannot be compared.
-        parameter: the name of the parameter with this gradient; "" if there is none.
+        parameter: the name of the parameter whose gradient has this error; "" without one.
         loss_error: the largest relative error of a loss; inf if a loss or a step cannot be compared.
         fault: why the run did not pass, in words; "" if it passed.
         is_skipped: whether the run did not pass because it skipped a step for an overflow.
