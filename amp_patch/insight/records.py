@@ -65,7 +65,7 @@ class OpRecord:
     Attributes:
         step: the number of the step in the recording, from 0.
         phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). A step is only
-            recorded if it has a closure, or if its optimizer is not bound (see `events.Watcher`).
+            recorded if it has a closure, or if the session does not know its optimizer.
         module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
         op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
         rule: the list of the op, or the other rule that decided; "" if none did.

@@ -243,7 +243,7 @@ def _is_harmless(fault: FaultRecord) -> bool:
     It is not worth a report in three cases:
     * float32 would have it, too, as in the logarithm of a mask,
     * rounding in the backward pass led to it,
-    * an op was given it in a tensor of the script that is neither in 16 bits nor a parameter or buffer.
+    * the first op with this value was given it, but not in a parameter or buffer, and no input of the op has 16 bits.
     """
     if fault.effect.reach is not Reach.SWALLOWED:
         return False
