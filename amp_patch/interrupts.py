@@ -40,8 +40,8 @@ class UndoStack:
     def close(self) -> None:
         """Run the callbacks that have not run yet.
 
-        After an Exception the others still run; then the first Exception is raised. An interrupt is raised at once, and
-        the next call of `close` starts with the callback that was cut short.
+        After an Exception, the other callbacks still run; then the first Exception is raised. An interrupt is raised at
+        once, and the next call of `close` starts with the callback that was cut short.
         """
         errors: list[Exception] = []
         while self._callbacks:

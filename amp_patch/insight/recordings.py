@@ -112,7 +112,7 @@ class Recording:
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The first faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first fault of each step that was skipped because a dynamic loss scale was still too large."""
         return [fault for fault in self.of(FaultRecord) if fault.effect.is_search]
 
     @property
@@ -151,7 +151,7 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError if this is no such file, and if there is none."""
+        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file, and if there is no file."""
         run: RunRecord | None = None
         records: list[Record] = []
         declared, lines = None, 0

@@ -164,9 +164,10 @@ class ComparedRecord:
         low: the short name of the 16-bit dtype, also of the script's own weights; "" without one.
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step in which layers are measured; None if they are not.
-        has_equal_weights: False if this step began with other weights than in the reference, apart from rounding.
-        gradient_error: the largest relative error (L2) of a layer's gradients in this step; None if not compared.
-            Layers with small gradients do not count.
+        has_equal_weights: False if the step in which layers are measured began with other weights than in the
+            reference, apart from rounding.
+        gradient_error: the largest relative error (L2) of a layer's gradients in the step in which layers are measured;
+            None if not compared. Layers with small gradients do not count.
         gradient_worst: the name of the layer with this error; "" if not compared.
         kept: the share of elements whose change is stored, in the 16-bit tensors whose updates rounding loses; None if
             there are none, or if not measured.
@@ -246,7 +247,7 @@ class OpErrorRecord:
     """The error that an op itself adds in 16 bits in one step. Its inputs in float32 differ only by their rounding.
 
     Attributes:
-        run: the run in which it ran in 16 bits; "" in the recording of a run.
+        run: the name of the run in which the op ran in 16 bits; "" in the recording of that run itself.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
         error: the largest relative error (L2) of a result, or of the gradients of the inputs. It is 0 before the run is

@@ -204,7 +204,7 @@ class FunctionRunner:
 
         Exceptions of the function propagate; but once the function has got float32 where it asked for 16 bits,
         RunFailedError is raised from them. Raises SessionError if the function neither opens a session nor enters
-        `torch.autocast`. Steps before it does one of these are not watched.
+        `torch.autocast`. Steps before the session, or before the first region, are not watched.
         """
         from .. import native  # imports torch
         from ..session import current

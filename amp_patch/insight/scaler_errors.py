@@ -42,7 +42,7 @@ class _Loss:
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether no gradient flows from it to a parameter."""
+        """Whether no gradient flows from this loss to a parameter."""
         return not self.has_graph or self.is_cut_off
 
 
@@ -53,7 +53,7 @@ class ScalerErrors:
         self._loss: _Loss | None = None
         self._training_lines: set[str] = set()  # lines of losses that were computed from parameters
         self._refusals: dict[str, MisuseRecord] = {}  # by the note on the exception
-        self._misuses: dict[str, Misuse] = {}  # by the same note
+        self._misuses: dict[str, Misuse] = {}  # by the note on the exception
 
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss that is scaled, or whose backward pass begins."""
@@ -221,7 +221,7 @@ def _name(weights: Sequence[Tensor], session: Session) -> str:
 
 
 def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Session, levels: Levels) -> RaisedRecord:
-    """Return the record of float16 gradients, which a GradScaler does not unscale."""
+    """Return the record of an exception about float16 gradients, which a GradScaler does not unscale."""
     low = [
         weight
         for weight in _weights_of(optimizer)

@@ -29,8 +29,9 @@ Function = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Sums:
-    """The errors of one op in one module, over its calls, or over its calls at one line of the script. `LowOpRecord`
-    explains the attributes.
+    """The errors of one op in one module, over all its calls or over its calls at one line of the script.
+
+    `LowOpRecord` explains the attributes.
     """
 
     is_listed: bool

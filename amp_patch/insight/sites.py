@@ -1,4 +1,4 @@
-"""The line of a script that called an op, and the role of the code between: read from the frames of the stack."""
+"""The line of a script that called an op, and the role of the code between line and op, read from the stack."""
 
 import ast
 import functools
@@ -22,7 +22,7 @@ from .expressions import read_source
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = __name__.partition(".")[0]
 _TORCH = f"{Path(torch.__file__).parent}/"
-_ROLES_OF_TORCH = {  # the first that fits
+_ROLES_OF_TORCH = {  # the first that the name of a file begins with
     f"{_TORCH}optim/": "optimizer",
     f"{_TORCH}amp/grad_scaler.py": "amp",
     _TORCH: "",

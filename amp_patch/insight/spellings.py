@@ -109,7 +109,7 @@ def _find_passed(node: ast.AST, source: Source, reader: Reader, levels: Levels) 
         return []
     calls = [level.frame.f_locals.get("args") for level in levels.within() if level.frame.f_code is MODULE_CALL]
     given = next((args for args in calls if isinstance(args, tuple)), ())
-    # The arguments after `*batch` have other places than in the source, and no text of their own.
+    # After `*batch`, positions of arguments differ from the source, and the elements of batch have no text.
     parts = itertools.takewhile(lambda part: not isinstance(part, ast.Starred), node.args)
     return [(source.spell(part), value) for part, value in zip(parts, given, strict=False) if isinstance(value, Tensor)]
 

@@ -30,13 +30,13 @@ class SeenInStep:
         total: the number of gradients that were looked at.
         are_gradients_bad: whether the optimizer that steps has gradients that are not finite.
         mended: for each gradient that is not finite, whether it is finite once the faulty ops run in float32.
-        is_lost: whether one of these gradients would not be finite in float32 either.
-        skips: for each optimizer with such gradients, whether it skipped its step.
+        is_lost: whether a gradient that is not finite would not be finite in float32 either.
+        skips: for each optimizer with gradients that are not finite, whether it skipped its step.
         summed: how many times larger a loss is than the mean of its terms.
         reaching_loss: the faults on which a loss depends, as their positions among the faults of the step.
-        reaching_gradients: the same for the gradients that `total` counts.
-        reaching_unused: the same for other gradients of the models, such as the discriminator's in the backward pass of
-            the generator.
+        reaching_gradients: the faults on which the gradients that `total` counts depend.
+        reaching_unused: the faults on which gradients depend that the stepping optimizer does not hold. In a GAN, these
+            are the discriminator's gradients in the backward pass of the generator.
     """
 
     is_loss_seen: bool = False
@@ -73,7 +73,7 @@ class StepFaults:
     """Completes the faults of one step.
 
     Args:
-        session: the session that ran it.
+        session: the session that ran the step.
         finder: knows the values of the step.
         seen: the observations in this step.
         has_grown: whether the loss or the largest weight has grown so much that the training has diverged.
@@ -87,7 +87,7 @@ class StepFaults:
         self._needs = finder.repair.find_needs()
 
     def finish(self, faults: Sequence[FaultRecord], *, is_skipped: bool | None) -> Finished:
-        """Complete the faults, and drop those that did no harm."""
+        """Complete the faults, and drop those that are not worth a report (see `_is_harmless`)."""
         result = Finished()
         for number, fault in enumerate(self.add_fixes(faults)):
             reach = self._find_reach(number, fault)
@@ -141,7 +141,7 @@ class StepFaults:
         return find_scope(culprits, self._session.models(), has_lists=has_lists)
 
     def _find_siblings(self, culprit: Culprit) -> list[str]:
-        """Return the modules in which the line of a culprit gives values that are too large, or nearly so.
+        """Return the modules in which the line of a culprit gives values that are too large, or nearly too large.
 
         If not the size but the rounding of the values is the reason, return all modules in which the line ran.
         """

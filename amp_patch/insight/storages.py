@@ -62,7 +62,7 @@ class Storages:
         self.put(storage_of(output), written)
 
     def pass_on(self, op: Op, node: str, outputs: Sequence[Tensor]) -> None:
-        """Note an op whose values are not read: an op on lists of tensors, or not of aten (`Overload.is_in_bulk`).
+        """Note an op whose values are not read: an op on lists of tensors or outside of aten (`Overload.is_in_bulk`).
 
         If faults explain some inputs, they are taken to explain all inputs and outputs. If not, the records of these
         tensors are dropped.
@@ -83,8 +83,10 @@ class Storages:
         self._written.pop(storage_of(tensor), None)
 
     def end_step(self) -> None:
-        """Forget the storages of the step. A storage whose values a fault explains stays for one more step, because a
-        script may look at gradients and losses after the step has ended.
+        """Forget the storages of the step.
+
+        A storage whose values a fault explains stays for one more step, because a script may look at gradients and
+        losses after the step has ended.
         """
         self._written = {
             storage: written for storage, written in self._written.items() if written.is_known and not written.is_old
@@ -93,7 +95,7 @@ class Storages:
             written.is_old, written.parents, written.faults = True, (), frozenset()
 
     def is_scaled(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of the backward pass carries the loss scale. True for one without a record."""
+        """Return whether a tensor of the backward pass carries the loss scale. True for a tensor without a record."""
         known = self.find(tensor)
         return known is None or is_of_scaled(known)
 

@@ -23,8 +23,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of the first value of a tensor; 0 if it has no values, is sparse, is not of `PLAIN_CLASSES`,
-    or hides its address, as in torch.func.
+    """Return the address of the first value of a tensor; 0 for a tensor without values.
+
+    Also return 0 if the tensor is sparse, is not of `PLAIN_CLASSES`, or hides its address, as in torch.func.
     """
     return _read_address(tensor) if tensor.numel() else 0
 
@@ -53,12 +54,15 @@ def floating_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has as many bytes as its storage. It then covers it, unless its elements overlap."""
+    """Return whether a tensor has as many bytes as its storage.
+
+    It then covers the storage, unless its elements overlap.
+    """
     return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def read_largest(tensor: Tensor) -> float:
-    """Return the largest magnitude of a tensor that is not empty; inf or NaN if it has one. Waits for the device.
+    """Return the largest magnitude of a tensor that is not empty; inf or NaN if it holds one. Waits for the device.
 
     Of a complex tensor, the real and imaginary parts count.
     """

@@ -48,7 +48,7 @@ class _Growth:
 
 
 class Tracer(Recorder):
-    """Looks at the steps from `first` up to, but not including, `last`, or up to the first that has a fault.
+    """Looks at the steps from `first` up to, but not including, `last`, or up to the first step that has a fault.
 
     A step that is skipped because a dynamic loss scale is still too large counts as a step without a fault.
 
@@ -78,7 +78,7 @@ class Tracer(Recorder):
         self._folding = Folding(keeps_ops=False)  # there may be many steps
         self._finder: FaultFinder = FaultFinder(underflow, ignore, self._get_scale, self._see_fault)
         self._faults: list[FaultRecord] = []
-        self._searches: list[FaultRecord] = []  # faults of steps that were skipped while a dynamic scale came down
+        self._searches: list[FaultRecord] = []  # the first fault of each step that a too large scale skipped
         self._unused: list[FaultRecord] = []  # faults in gradients that an optimizer may use in its next step
         self._has_stepped = False  # while `step_begun` is called late, for a step that is over: see `step_ended`
         self._stepping: int | None = None  # id of the optimizer whose step has begun
@@ -110,12 +110,12 @@ class Tracer(Recorder):
 
     @property
     def faults(self) -> list[FaultRecord]:
-        """The complete faults. Faults of a step under way are not complete."""
+        """The complete faults. Faults of a step that has not ended are left out."""
         return list(self._faults)
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The first faults of steps that were skipped while a dynamic loss scale came down."""
+        """The first fault of each step that was skipped because a dynamic loss scale was still too large."""
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -164,7 +164,7 @@ class Tracer(Recorder):
             self._on_end()
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Look at the gradients and the weights."""
+        """Look at the gradients and the weights before the optimizer uses them."""
         super().step_begun(optimizer)
         self._stepping = id(optimizer)
         if self.is_recording:
@@ -343,7 +343,7 @@ class Tracer(Recorder):
         return record
 
     def _is_before_window(self) -> bool:
-        return False  # unlike other recorders, a tracer observes no step before its first
+        return False  # unlike a plain `Recorder`, a tracer observes no step before `first`
 
     def _find_module(self) -> str:
         return "" if self._observer is None else self._observer.find_module()
@@ -425,6 +425,7 @@ def tracing(
 
     Ops in the step of an optimizer are left out, except in a step with a closure.
 
+    Ops of an optimizer step are only looked at if the step has a closure, or if amp does not know the optimizer.
     The values of the ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
     a recording is in progress.
     """

@@ -36,8 +36,9 @@ class Twins:
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, value: Tensor) -> None:
-        """Store float32 values of the shape of a tensor as its twin. Complex tensors, and tensors that are not of
-        `PLAIN_CLASSES`, get none.
+        """Store float32 values as the twin of a tensor of the same shape.
+
+        Complex tensors, and tensors that are not of `PLAIN_CLASSES`, get no twin.
         """
         if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
             return

@@ -4,7 +4,7 @@
 
     trainer = lightning.Trainer(plugins=AmpPrecision(opt_level="O4"))
 
-It works with `lightning`, and with `pytorch_lightning` if the script has imported that before and not `lightning`.
+It works with `lightning`. With `pytorch_lightning`, import that before this module, and do not import `lightning`.
 """
 
 import sys

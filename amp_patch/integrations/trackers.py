@@ -31,8 +31,8 @@ class Tracker:
     the values that the host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`,
     `amp/loss_scale_1`, ... are logged.
 
-    An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script has logged a
-    later step there itself, the entry is added to the current step, with its own step as `amp/step`.
+    An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script itself
+    has logged a later step to it, the entry is added to the current step, with its own step as `amp/step`.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function

@@ -1,6 +1,6 @@
-"""`Changes`: what amp_patch changes in a script's regions of `torch.autocast`. It creates the session that does so.
+"""`Changes`: what amp_patch changes in a script's regions of `torch.autocast`.
 
-A region is a block `with torch.autocast(...)`.
+`Changes` makes the session that applies them. A region is a block `with torch.autocast(...)`.
 """
 
 from collections.abc import Sequence

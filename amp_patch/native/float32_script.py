@@ -29,7 +29,7 @@ from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3
-"""After so many steps, the mode may end. The first does not count, because it includes all that is before the loop."""
+"""The mode may end after so many steps. What it widens in step 1 does not count: that includes all before the loop."""
 
 _AMP_MODULES = "amp_patch."
 _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.casting.wrappers")
@@ -46,7 +46,7 @@ _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
 """Functions that the mode leaves alone. `_parse_to` reads the arguments of Module.to, which then calls Tensor.to."""
 
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
-"""Functions whose result has the dtype of their argument, unless they are given another."""
+"""Functions whose result has the dtype of their argument, unless they get a `dtype`."""
 
 _RANDOM = frozenset(
     {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
@@ -95,8 +95,8 @@ class Float32Script(events.Watcher):
     """Keeps a script in float32 from `start` on, until the function that `start` returns is called.
 
     Calls from this package still get 16 bits. A variable such as `dtype = torch.bfloat16` keeps its value, but a tensor
-    that is made with it is float32. Code of torch.compile runs uncompiled as long as the mode is on; if there is such
-    code, and the script asked for 16 bits in the first `STEPS` steps, the mode stays on to the end.
+    that is made with it is float32. Code of torch.compile runs uncompiled as long as the mode is on; if code is
+    compiled, and the script has asked for 16 bits by the end of `STEPS` steps, the mode stays on to the end.
 
     Attributes:
         asked: the tensors that are float32 although the script asked for 16 bits.
@@ -116,7 +116,7 @@ class Float32Script(events.Watcher):
         self._is_on = False
         self._is_compiled = False
         self._mode_actions = 0  # how often the mode had to widen something since the last step
-        self._mode_actions_in_steps = 0  # the same for all steps but the first
+        self._mode_actions_in_steps = 0  # the sum of `_mode_actions` over all steps but the first
         self._steps = 0
         self._counter = StepCounter()
         self._float: Callable[..., Any] = Tensor.float
@@ -175,7 +175,7 @@ class Float32Script(events.Watcher):
         self._widened.clear()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """End the mode after `STEPS` steps, unless it widened a tensor after the first, or keeps code uncompiled."""
+        """End the mode after `STEPS` steps, unless it widened a tensor after step 1, or has to keep code uncompiled."""
         if not self._is_on or not self._counter.note(optimizer):
             return
         self._steps += 1
@@ -331,7 +331,7 @@ class Float32Script(events.Watcher):
         return result
 
     def _call_view(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], requested: torch.dtype) -> Any:
-        """Call `tensor.view(requested)`: widen a 16-bit result, or note that the bits to read are gone by widening."""
+        """Call `tensor.view(requested)`: widen a 16-bit result, or note that widening has lost the bits to read."""
         if requested not in LOW_DTYPES:
             if self.asked.find(args[0]) in LOW_DTYPES:
                 self.not_widened["the bits of a 16-bit tensor, which Tensor.view shows as whole numbers"] = None
@@ -340,7 +340,7 @@ class Float32Script(events.Watcher):
         return self.widen(function(*args, **kwargs))
 
     def _note_copy(self, source: Tensor | None, result: Any) -> None:
-        """If the script asked for 16 bits in `source`, note that it did so in `result`, a copy, too."""
+        """If the script asked for 16 bits in `source`, note that it asks for them in `result`, a copy of it, too."""
         if source is not None and isinstance(result, Tensor) and self.asked.find(source) in LOW_DTYPES:
             self.asked.add(result, self.asked.find(source))
 

@@ -214,6 +214,14 @@ def test_a_verdict_takes_the_worst_step():
     assert judge(make_run({"a": [3.0, 4.0]}, steps=2), run, 0.05).worst == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_nothing_agrees_with_a_reference_that_is_not_finite(number):
+    reference = make_run({"a": [3.0, 4.0]}, [1.0, number])
+    assert judge(reference, make_run({"a": [3.0, 4.0]}, [1.0, 1.0]), 0.1).loss_error == math.inf
+    reference = make_run({"a": [number, 4.0]})
+    assert judge(reference, make_run({"a": [3.0, 4.0]}), 0.1).worst == math.inf
+
+
 def test_what_is_not_finite_survives_a_file(tmp_path):
     run = make_run({"a": [math.inf, math.nan]}, [math.nan, -math.inf, 1.5])
     run.to_jsonl(tmp_path / "x.jsonl")

@@ -12,7 +12,7 @@ from .markup import Markup, element, join, keep_words
 
 WIDTH, HEIGHT = 440, 260
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34
-"""The pixels around the area of a chart. On the left, there are more if a label is long."""
+"""The pixels around the area of a chart. The left margin is wider if a label is long."""
 LINE_WIDTH, DASH = 2, 14
 DIGIT, LABEL_GAP = 9.6, 5
 """The width of a digit in the larger type of a narrow screen, and the pixels between a label and its axis."""
@@ -244,9 +244,9 @@ class _Axes:
 
     def area(self, low: Sequence[float], high: Sequence[float], style: str, title: str) -> Markup:
         """Return the area between two lines."""
-        there = [step for step in range(len(high)) if math.isfinite(low[step]) and math.isfinite(high[step])]
-        up = [f"{self._x(step):.1f},{self._y(high[step]):.1f}" for step in there]
-        down = [f"{self._x(step):.1f},{self._y(low[step]):.1f}" for step in reversed(there)]
+        finite = [step for step in range(len(high)) if math.isfinite(low[step]) and math.isfinite(high[step])]
+        up = [f"{self._x(step):.1f},{self._y(high[step]):.1f}" for step in finite]
+        down = [f"{self._x(step):.1f},{self._y(low[step]):.1f}" for step in reversed(finite)]
         return element("polygon", element("title", title), points=" ".join(up + down), class_=style)
 
     def _x(self, step: int) -> float:
@@ -283,8 +283,9 @@ ZONES = ("zero", "subnormal", "infinite")
 
 
 def draw_histogram(record: GradientRecord, dtype: str, power: int) -> Markup:
-    """Return a histogram with a bar for each power of two. Behind the bars are the zones in which values times
-    2**`power` are zero, subnormal or infinite in `dtype`.
+    """Return a histogram with a bar for each power of two, in front of three zones.
+
+    In the zones, values times 2**`power` are zero, subnormal or infinite in `dtype`.
 
     The script of the page moves the zones when the user chooses another power. It reads the powers at both ends, and
     the width of a power, from the attributes of the drawing.
@@ -337,8 +338,9 @@ def _zones(dtype: str, power: int, first: int, last: int, width: float) -> list[
 
 
 def tell_shares(record: GradientRecord, dtype: str, power: int) -> str:
-    """Return as text which shares of the gradients, times 2**`power`, are in each of `ZONES`. The script of the page
-    replaces this text when the user chooses another power or dtype.
+    """Return as text which shares of the gradients, times 2**`power`, are in each of `ZONES`.
+
+    The script of the page replaces this text when the user chooses another power or dtype.
     """
     shares = find_shares(record, dtype, 2.0**power)
     return ", ".join(f"{100 * share:.2f} % {zone}" for zone, share in zip(ZONES, shares, strict=True))

@@ -11,7 +11,7 @@ from .charts import Series, draw_figure
 from .markup import Markup, break_names, element, keep_words
 
 MOST_CHARTS = 12
-"""The most charts of values that have grown. The other samples are in the data of the page."""
+"""The most charts of values that have grown. Samples without a chart are in the data of the page."""
 
 _LARGEST_SHOWN = 1e6  # the end of float16 fits on the axis of a chart; the ends of bfloat16 and float32 do not
 

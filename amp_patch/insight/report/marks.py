@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from .markup import Markup, element
 
-# paths around the middle of a mark: solid ones, strokes alone, open ones, and strokes again
+# SVG paths around the middle of a mark
 SHAPES = (
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
     "M-3.6-3.6h7.2v7.2h-7.2z",
@@ -53,8 +53,8 @@ def place_marks(
     """Yield where the marks of a line lie: no two of `count` lines have marks at the same x.
 
     `points` are pixels, with NaN for gaps. `order` is the place of the line among the `count` lines of its chart, from
-    0. `ends` are the x at which the chart begins and ends. A line with gaps at all its places has a mark at its last
-    point instead, where other lines may have one, too.
+    0. `ends` are the x at which the chart begins and ends. A line with gaps at all places of its marks has one
+    mark at its last point instead, where another line may have a mark, too.
     """
     start, stop = ends
     marks = max(1, min(MOST, int((stop - start) / (ROOM * count))))

@@ -10,7 +10,7 @@ VOID_DRAWN = ("rect", "line", "path", "polyline", "polygon")
 
 _HYPHENATED = re.compile(r"(\S*-\S*)")
 _JOINT = re.compile(r"(?<=\D\.)(?=\S)|(?<=\.)(?=[^\s\d])|(?<=[^\W_]_)(?=[^\W_])")
-"""After a dot that is not in a number, and after an underscore inside a name."""
+"""Matches after a dot that is not in a number, and after an underscore inside a name."""
 
 
 class Markup(str):
@@ -42,7 +42,7 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
 
 
 def join(children: Iterable[str]) -> Markup:
-    """Return the children as one text, one after another. Escapes those that are not `Markup`."""
+    """Return the children as one text, one after another. Escapes children that are not `Markup`."""
     text = ""
     for child in children:
         if not isinstance(child, Markup):
@@ -54,7 +54,7 @@ def join(children: Iterable[str]) -> Markup:
 def keep_words(text: str) -> Markup:
     """Return text in which a browser breaks no line inside a word with a hyphen, such as `--json` or `2e-05`.
 
-    The hyphen for this purpose, U+2011, would spoil commands that readers copy.
+    A non-breaking hyphen, U+2011, would spoil commands that readers copy.
     """
     parts: list[str] = _HYPHENATED.split(text)
     parts[1::2] = [element("span", word, class_="word") for word in parts[1::2]]

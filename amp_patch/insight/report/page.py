@@ -27,8 +27,9 @@ def write_report(recording: Recording, path: str | os.PathLike[str], *, command:
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:
-    """Return the page of a recording: its comparison, faults, flight recorder and ops, if any, and all records for
-    download.
+    """Return the page of a recording: its comparison, faults, flight recorder and ops, if any.
+
+    A button downloads all records.
 
     `command` is shown, unless the recording has its own.
     """

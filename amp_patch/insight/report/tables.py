@@ -1,4 +1,4 @@
-"""HTML tables, which the page's JavaScript (`report.js`) sorts and filters. Without it, they are plain tables."""
+"""HTML tables, which the page's JavaScript (`report.js`) sorts and filters. Without JavaScript, they are plain."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

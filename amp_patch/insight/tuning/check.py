@@ -1,4 +1,4 @@
-"""`Check`: records the losses and gradients of a few steps, which usually start from the same weights."""
+"""`Check`: records the losses and gradients of a few steps, to compare them with the steps of another run."""
 
 from collections import Counter
 from collections.abc import Callable

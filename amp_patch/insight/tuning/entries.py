@@ -81,7 +81,8 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
     """Return entries for modules, in the order of `names`.
 
     Modules whose names differ only in numbers share an entry, such as "layers.*.norm" for "layers.0.norm" and
-    "layers.1.norm", if `names` has all such modules in `existing`, the names of all modules.
+    "layers.1.norm", if `names` has every module of `existing` that this entry matches. `existing` has the names of all
+    modules.
     """
     remaining, entries = list(dict.fromkeys(names)), []
     while remaining:

@@ -78,10 +78,11 @@ class Float32Run(Check):
 class _Shadowing:
     """Finds the calls that would run in 16 bits without the rule for "**", and measures them with a `Shadow`.
 
-    For listed ops, the lists and module rules decide. An op on no list would run in the dtype of its inputs. To know
-    this dtype, the addresses of storages that would hold 16 bits are kept until the step ends. At levels that cast the
-    model, ops in modules would run in 16 bits, except in modules that a rule keeps in float32, and in BatchNorm layers
-    under `keep_batchnorm_fp32`.
+    For listed ops, the lists and module rules decide on the dtype. An op on no list would run in the dtype of its
+    inputs. To know that dtype, the addresses of storages that would hold 16 bits are kept until the step ends.
+
+    At levels that cast the model, ops in modules would run in 16 bits, except in modules that a rule keeps in float32,
+    and in BatchNorm layers under `keep_batchnorm_fp32`.
     """
 
     def __init__(self, session: Session, shadow: Shadow) -> None:
@@ -163,7 +164,7 @@ class _Shadowing:
         return result
 
     def _find_module(self) -> nn.Module | None:
-        """Return the innermost module of the models that runs now, or None. Note all of them that run now."""
+        """Return the innermost module of the models that runs now, or None. Note every module that runs now."""
         named = [module for module in self._watch.modules_here() if id(module) in self._names]
         self._ran.update(self._names[id(module)] for module in named)
         return next(iter(named), None)

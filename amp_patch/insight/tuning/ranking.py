@@ -58,9 +58,9 @@ class Ranking:
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
         """Return entries for other ops, the most promising first.
 
-        First come entries for outliers, the largest error first. Then come entries for ops in the same modules, whose
-        results may be the cause of the error. Among equals, entries for fewer modules come first, then entries whose
-        rounding has more effect on the loss.
+        First come entries for outliers, the largest error first. Then come entries for ops in the modules of outliers:
+        their results may be the cause of the error. Among equal entries, those for the fewest modules come first, then
+        those whose rounding has the largest effect on the loss.
 
         Args:
             forced: the result of `find_forced`.
@@ -79,8 +79,8 @@ class Ranking:
         def key(entry: ListEntry) -> tuple[float, bool, int, float]:
             ops = ops_by_entry[entry]
             error = max(map(self._find_outlying_error, ops))
-            is_beside_outlier = any(op.module in modules_of_outliers for op in ops)
-            return -error, not is_beside_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
+            is_in_module_of_outlier = any(op.module in modules_of_outliers for op in ops)
+            return -error, not is_in_module_of_outlier, self.count_modules([entry]), -sum(op.effect for op in ops)
 
         return sorted(ops_by_entry, key=key)
 

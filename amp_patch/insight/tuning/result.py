@@ -93,14 +93,15 @@ def choose_best(trials: Sequence[Trial]) -> Trial | None:
     """Return the smallest trial that passed; if none passed, the trial with the smallest error. None without trials."""
     passed = [trial for trial in trials if trial.verdict.passed]
     if passed:
-        # of lists with as many modules in float32, the one with fewer lines is easier to maintain
+        # among lists that keep the same number of modules in float32, the one with fewer lines is easier to maintain
         return min(passed, key=lambda trial: (trial.size, len(trial.entries), trial.verdict.worst))
     return min(trials, key=lambda trial: (trial.verdict.worst, trial.verdict.loss_error, trial.size), default=None)
 
 
 def describe_worst(verdict: Verdict) -> str:
-    """Return the largest error of a gradient, such as "worst parameter 0.03 (head.weight)". If the error is inf, return
-    the fault.
+    """Return the largest error of a gradient, such as "worst parameter 0.03 (head.weight)".
+
+    If the error is inf, return the fault.
     """
     if verdict.worst == float("inf"):
         return verdict.fault

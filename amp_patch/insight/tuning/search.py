@@ -41,8 +41,10 @@ def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]
 def find_prefix(test: Callable[[int], bool], length: int) -> int | None:
     """Return a number from 1 to `length` that passes while the next smaller one does not.
 
-    The numbers 1, 2, 4, ... and at last `length` are tested until one passes; bisection between it and the one before
-    finds the result. Returns None if none of these numbers passes. The caller must know that 0 does not pass.
+    The numbers 1, 2, 4, ... and at last `length` are tested until one passes. Bisection between that number and the
+    one before it finds the result. Returns None if none of the tested numbers passes.
+
+    The caller must know that 0 does not pass.
     """
     low, high = 0, 1
     while low < length:

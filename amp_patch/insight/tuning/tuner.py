@@ -37,7 +37,7 @@ from .verdict import Verdict, explain_non_finite, find_zero_gradients, judge
 
 FLOAT32 = "tuning.float32_run:Float32Run"
 
-_MAX_TRACED_RUNS = 4  # each but the first has the entries that the fault of the one before needs
+_MAX_TRACED_RUNS = 4  # each has the entries that the faults of earlier traced runs need
 
 
 class Tuner:
@@ -90,7 +90,7 @@ class Tuner:
     # ---- runs --------------------------------------------------------------------------------------------------------
 
     def _run_in_float32(self, folder: Path) -> None:
-        """Make the run in float32, with which runs of candidates are compared. Raises SessionError if it is of no use.
+        """Make the run in float32. Raises SessionError if runs of candidates cannot be compared with it.
 
         `folder`: the folder of the list.
         """
@@ -120,9 +120,7 @@ class Tuner:
         self.options.log(f"run {self._runs}: float32, {steps}")
 
     def _check_reference(self) -> None:
-        """Raise SessionError if the run in float32 has a loss or gradient that is not finite, no step, or only zero
-        gradients, or if `units` is "ops" at a level whose lists have no ops.
-        """
+        """Raise SessionError if there is nothing to tune, or if the run in float32 is not finite."""
         level = self._reference.run.opt_level
         without_ops = [known.name for known in levels.read_levels() if not known.patches_functions]
         if self.options.units == "ops" and level in without_ops:
@@ -178,7 +176,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _explain_by_run(self, entries: Sequence[ListEntry], needed: ListEntry) -> str:
-        """Return what went wrong in the run without one of `entries`, as the reason for it, if there was such a run."""
+        """Return what went wrong in the run without `needed`, one of `entries`. This is the reason for the entry."""
         without = prune([entry for entry in entries if entry != needed])
         trial = self._trials.get(without)
         if trial is None or trial.verdict.passed:
@@ -186,9 +184,7 @@ class Tuner:
         return f"without it: {trial.verdict.fault}"
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
-        """Return whether a run with these entries and `_from_traces` passes. A candidate that was tried is not tried
-        again.
-        """
+        """Return whether a run with these entries and `_from_traces` passes. A trial is not repeated."""
         candidate = prune([*entries, *self._from_traces])
         if candidate not in self._trials:
             verdict = self._try(candidate)
@@ -222,7 +218,7 @@ class Tuner:
     def _check_errors(self) -> None:
         """Once the last two errors that candidates raised are the same, try to keep everything in float32.
 
-        Raises _EnoughRunsError if this raises the same error, or runs and does not pass.
+        Raises _EnoughRunsError if the training raises this error again, or raises none and does not pass.
         """
         has_same_twice = len(self._errors) > 1 and self._errors[-1] == self._errors[-2]
         if not has_same_twice or self._has_tried_everything:
@@ -237,8 +233,9 @@ class Tuner:
             raise _EnoughRunsError(f"the same error with every list: {error}")
 
     def _try(self, candidate: Sequence[ListEntry]) -> Verdict:
-        """Make a run with a candidate, and judge it. If the training raises an error, the candidate does not pass,
-        because an overflow may be the cause of the error.
+        """Make a run with a candidate, and judge it.
+
+        An error of the training does not end the search, because an overflow may be its cause: the candidate fails.
         """
         try:
             run = self._make_run("tuning.check:Check", self._format(candidate), loss_scale=self._loss_scale)
@@ -260,7 +257,7 @@ class Tuner:
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
-            # if all entries together do not pass, the last candidate keeps everything in float32
+            # if even all entries together do not pass, try to keep everything in float32
             if find_fewest(self._passes, forced, ranked) is None:
                 self._passes(self._everything)
             traced = self._trace()
@@ -298,14 +295,14 @@ class Tuner:
             traced = self._trace_once(best.entries)
             self.options.log(traced.text)
             if traced.fault is not None and traced.fault.is_in_backward and self._loss_scale is not None:
-                # the script's loss scale may be the cause: traced runs use it, and the search has used a lower one
+                # the cause may be the script's loss scale, which traced runs use: the search has used a lower one
                 return Traced(traced.text)
             needed: list[ListEntry] = []
             if traced.fault is not None:
                 needed = find_entries(find_remedy(traced.fault, self._reference.run), self.options.units)
                 self._reasons.update(dict.fromkeys(needed, f"trace: {describe_briefly(traced.fault)}"))
             if set(needed) <= set(best.entries):
-                return traced  # there is no fault, or none against which more entries help
+                return traced  # there is no fault, or no further entry helps against it
             self._from_traces = [*self._from_traces, *needed]
             self._passes(best.entries)  # makes a trial, which the next round may choose
         return Traced("not traced")
@@ -317,7 +314,7 @@ class Tuner:
             recording = self._run(
                 "tracer:Tracer", self._format(entries), last=steps, counts_skipped=False, keeps_steps=True
             )
-        except RunFailedError as error:  # perhaps because of a fault, which the recording then has
+        except RunFailedError as error:  # a fault may be the cause: the recording has it
             if error.recording is None:
                 return Traced(f"not traced: {_last_line(error)}")
             recording = error.recording

@@ -1,5 +1,6 @@
-"""`Verdict`: whether a run agrees with the run in float32. Gradients must agree within a tolerance, and losses within a
-fifth of the tolerance.
+"""`Verdict`: whether a run agrees with the run in float32.
+
+Gradients must agree within a tolerance, and losses within a fifth of the tolerance.
 """
 
 import math
@@ -24,7 +25,7 @@ class Verdict:
     Attributes:
         passed: whether gradient errors are within the tolerance, and loss errors within `LOSS_SHARE` of it.
         worst: the largest relative error (L2) of a gradient; inf if a gradient or a step cannot be compared.
-        parameter: the name of the parameter with this gradient; "" if there is none.
+        parameter: the name of the parameter whose gradient has this error; "" without one.
         loss_error: the largest relative error of a loss; inf if a loss or a step cannot be compared.
         fault: why the run did not pass, in words; "" if it passed.
         is_skipped: whether the run did not pass because it skipped a step for an overflow.
@@ -39,7 +40,7 @@ class Verdict:
 
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
-    """Compare `run` with the run in float32, `reference`."""
+    """Compare `run` with `reference`, the run in float32."""
     reference_steps, steps = _steps_by_number(reference), _steps_by_number(run)
     missing = [key for key in reference_steps if key not in steps]
     if missing:
@@ -75,8 +76,8 @@ def explain_non_finite(run: Recording) -> str:
 def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
     """Return the parameters whose gradients are zero in every step, and the number of all parameters with gradients.
 
-    A relative error to a gradient of zero does not exist, so such parameters cannot be judged. For example, a layer
-    whose weights start at zero (LoRA's B) makes the gradients of the layers before it zero.
+    No error is relative to a gradient of zero, so such parameters cannot be judged. For example, a layer whose weights
+    start at zero (LoRA's B) makes the gradients of the layers before it zero.
     """
     is_zero: dict[tuple[int, str], bool] = {}
     for gradient in reference.of(SketchRecord):
@@ -86,7 +87,7 @@ def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
 
 
 def _steps_by_number(run: Recording) -> dict[tuple[int, int], CheckedStepRecord]:
-    """Return the steps of a run, by the number of the optimizer and the number of the step."""
+    """Return the steps of a run. The keys are the number of the optimizer and the number of the step."""
     return {(record.optimizer, record.step): record for record in run.of(CheckedStepRecord)}
 
 
@@ -107,27 +108,31 @@ def _compare_losses(reference: CheckedStepRecord, step: CheckedStepRecord) -> fl
         return math.inf
     largest = 0.0
     for exact, loss in zip(reference.losses, step.losses, strict=True):
-        if not math.isfinite(loss):
+        if not (math.isfinite(exact) and math.isfinite(loss)):
             return math.inf
         largest = max(largest, abs(exact - loss) / max(abs(exact), 1e-30))
     return largest
 
 
 def _find_gradient_errors(reference: Recording, run: Recording) -> Iterator[tuple[float, str]]:
-    """Yield the relative error of each gradient that is not too small (see `SMALL`), and the name of its parameter."""
+    """Yield the relative error of each gradient that is not too small (see `SMALL`), and the name of its parameter.
+
+    The error is inf if the gradient is missing in `run`, or is not finite in one of the runs.
+    """
     gradients = {(record.optimizer, record.step, record.parameter): record for record in run.of(SketchRecord)}
     exact_gradients = reference.of(SketchRecord)
     largest_norms: dict[tuple[int, int], float] = {}  # in each step, by optimizer and step
     for exact in exact_gradients:
         key = exact.optimizer, exact.step
-        largest_norms[key] = max(largest_norms.get(key, 0.0), exact.norm)
+        if math.isfinite(exact.norm):
+            largest_norms[key] = max(largest_norms.get(key, 0.0), exact.norm)
     for exact in exact_gradients:
-        if exact.norm == 0.0 or exact.norm <= SMALL * largest_norms[exact.optimizer, exact.step]:
+        if exact.norm == 0.0 or exact.norm <= SMALL * largest_norms.get((exact.optimizer, exact.step), 0.0):
             continue
         error = math.inf
         gradient = gradients.get((exact.optimizer, exact.step, exact.parameter))
-        if gradient is not None:
+        if gradient is not None and math.isfinite(exact.norm):
             error = distance(exact.sketch, gradient.sketch) / exact.norm
-        if math.isnan(error):  # a value of the gradient is not finite
+        if math.isnan(error):
             error = math.inf
         yield error, exact.parameter
