@@ -34,7 +34,7 @@ def text_of(node: ast.AST) -> str:
 def names_in(node: ast.AST) -> set[str]:
     """Return all names and chains of attributes in an expression: `f`, `model` and `model.weight` in `f(model.weight)`.
 
-    A chain that begins with a call or an index also contains it, as in `f(x).y`.
+    In a chain that begins with a call or an index, this beginning stays: `f(x).y` gives `f(x).y`, `f` and `x`.
     """
     return {text_of(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
 
@@ -145,8 +145,8 @@ class Tree:
     def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether a pass that runs `first` seems to leave before it comes to `second`.
 
-        It does if a statement that contains `first` and not `second` holds `first` in a block that ends with `return`
-        or `raise`, or with a `continue` or `break` whose loop contains `second`.
+        It does if a block around `first`, but not around `second`, ends with `return` or `raise`. It also does if this
+        block ends with `continue` or `break`, and `second` is in the same loop.
         """
         around_second = {outer for outer, _ in self.around(second)}
         for outer, field in self.around(first):
