@@ -46,7 +46,7 @@ class RegionKind(Word):
     LOW = "low"
     FLOAT32 = "float32"
     OFF = "off"
-    # of torch.autograd.grad, called inside the forward pass: torch.autocast casts the ops of this gradient, too
+    # The forward pass calls torch.autograd.grad inside torch.autocast, which casts the ops of this gradient, too.
     GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"
 
 
@@ -157,10 +157,13 @@ class FaultRecord:
         step: the number of the step, from 0, counted by the optimizer that steps first.
         phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
         value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
-        cause: "precision" (float32 holds the result, or makes the gradients fit), "mathematics" (it does not, or this
-            is unknown), "came in" (an input did not fit, and no recorded op produced it), "step" (a weight does not fit
-            after a step of an optimizer) or "divergence" (losses or weights have grown without bound, or beyond
-            bfloat16).
+        cause: one of these words:
+            "precision": float32 holds the result, or makes the gradients fit.
+            "mathematics": float32 does not hold the result either, or this is unknown.
+            "came in": an input did not fit, and no recorded op produced it.
+            "step": a weight does not fit after a step of an optimizer.
+            "divergence": the loss or the largest weight has grown without bound, or a result in bfloat16 is nearly too
+            large for float32.
         rank: the rank of the process.
         origin: the op and its call:
             `module`, `op`, `rule`, `entry`, `region`, `site`: as in `OpRecord`. For an op of the backward pass, they
@@ -170,8 +173,8 @@ class FaultRecord:
             `given`, `out`: dtypes of the inputs and of the output.
             `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown. For "zero", it is
             the share among the values that are not zero in float32.
-            `parameter`: the name of the parameter or buffer that came in, whose gradient came in, or that the
-            optimizer's step wrote; "" for another tensor.
+            `parameter`: the name of the parameter or buffer that does not fit, or of the parameter whose gradient does
+            not fit, if no recorded op produced the value; "" for another tensor.
         evidence: numbers that show the cause:
             `largest`: the largest finite magnitude among the inputs; 0 without inputs, NaN if unknown.
             `in_float32`: the largest magnitude of the result in float32, or of the float32 master of a weight; inf if
@@ -179,7 +182,7 @@ class FaultRecord:
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it, and for
             a value that an optimizer's step produced.
             `trail`: ops before this op, latest first, with the largest magnitude in the result of each.
-            `is_of_rounding`: whether the value fits if ops before it run in float32.
+            `is_of_rounding`: whether the value fits if ops before this op run in float32.
             `is_untested`: whether it is not known if float32 holds the result, because torch cannot run the op in
             float32.
             `lost`: a number in the script, such as an eps, that became zero in 16 bits and so led to the value; 0 for
@@ -198,15 +201,16 @@ class FaultRecord:
             `regions`: the modules to run in float32, as in module rules.
             `ops`: names of the ops to run in float32, as in lists.
             `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops.
-            `alternative`: ops that are enough instead of these modules.
+            `alternative`: names of ops to run in float32 instead of all `regions` and `ops`.
             `lines`: all lines of the script that run ops which must be in float32, also those that a module rule or a
             list reaches.
-            `beyond`: the op whose result float32 does not hold either, once the rest runs in float32; "" for none.
-            `scale`: the loss scale, a power of two, under which the gradients of the step fit, or do not become zero;
-            None if the scale does not matter.
+            `beyond`: the op whose result float32 does not hold, even if `regions`, `ops` and `sites` run in float32; ""
+            for none.
+            `scale`: the loss scale, a power of two, under which the gradients of the step fit. For "zero", it is the
+            scale under which they do not become zero. None if the scale does not matter.
             `is_scale_enough`: whether this scale is enough, without regions, ops and sites.
-            `summed`: how many times larger the loss is than the mean of its terms, if this is why only a small loss
-            scale fits (up to 1; up to 256 if `is_search`); else 0.
+            `summed`: how many times larger the loss is than the mean of its terms, if the mean would let the gradients
+            fit at scale 1 and the loss itself needs a scale of at most 1 (256 if `is_search`); else 0.
     """
 
     kind: ClassVar[str] = "fault"

@@ -1,9 +1,9 @@
 """`FaultFinder`: finds values that do not fit, the op that made each of them, and the evidence for its cause.
 
 A value fits if it is finite. If the result of an op does not fit, its inputs are read. If they fit, the op made the
-value, and is computed in float32 as evidence. Values that do not fit are followed through the storages that ops write:
-an op that passes on the value of a known fault adds none. From a fault on, `Repair` computes values that depend on it
-as if float32 had been used. With `underflow`, many zeros that 16 bits have made are a fault, too.
+value, and is computed in float32 as evidence. Each fault is reported once: `Storages` notes which storages hold its
+inf or NaN, and ops that read these storages add no fault. From a fault on, `Repair` computes values that depend on it
+as if float32 had been used. With `underflow`, a large share of zeros that 16 bits have made is a fault, too.
 """
 
 import math
@@ -46,7 +46,12 @@ _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scal
 
 
 class _Input(NamedTuple):
-    """A floating tensor with the values that an op read, perhaps a copy, and the address of the original's storage."""
+    """A floating input of an op.
+
+    Attributes:
+        tensor: the input, or a copy of it from before the op wrote to it.
+        storage: the address of the storage of the input itself.
+    """
 
     tensor: Tensor
     storage: int
@@ -76,8 +81,8 @@ class FaultFinder:
     """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for nearly each op.
 
     Args:
-        underflow: of the values of a result that are not zero in float32, the share (0 to 1) that may be zero in 16
-            bits without a fault; None if any share may be.
+        underflow: a share, from 0 to 1. It is a fault if a larger share of the values that are not zero in float32 is
+            zero in 16 bits. None: zeros are no fault.
         ignore: names of ops, without a prefix, whose results are accepted.
         get_scale: returns the loss scale in force.
         on_fault: called after each fault.
@@ -86,7 +91,7 @@ class FaultFinder:
         step: the number of the step.
         faults: the faults of this step so far.
         peaks: the largest finite magnitudes of 16-bit outputs in the forward pass of this step, by site, op and dtype,
-            and then by module. See also `expect`.
+            and then by module. inf stands for an op that torch has refused to run.
     """
 
     def __init__(
@@ -200,14 +205,14 @@ class FaultFinder:
         peaks.update(dict.fromkeys(modules, math.inf))
 
     def enter_mask_faults(self, tensors: Iterable[Tensor]) -> None:
-        """Enter faults for inputs that seemed to be masks, but whose inf or NaN has reached these tensors."""
+        """Add faults for inputs that seemed to be masks, but whose inf or NaN has reached these tensors."""
         for tensor in tensors:
             known = self.storages.find(tensor)
             if known is not None and known.mask_fault is not None and not known.is_known:
-                self._enter(known, known.mask_fault)
+                self._add_and_note(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return the record of an output. Note the finite magnitude of a 16-bit output of a module's forward pass."""
+        """Return the record of an output. If a module's forward pass made it in 16 bits, update `peaks`."""
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
@@ -249,13 +254,13 @@ class FaultFinder:
             self._check_zeros(output, call, self._underflow)
 
     def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
-        """Find out where an inf or NaN in an output comes from, and enter a fault for it if there is reason to."""
+        """Find the origin of an inf or NaN in an output. Add a fault unless one explains it, or it seems intended."""
         inputs = _read_inputs(output.op)
         bad_inputs = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
         # for each of them, the record of the op that wrote it, or None
         sources = [self.storages.find_at(given.storage, given.tensor.nbytes) for given in bad_inputs]
 
-        # 1. A fault that was entered before explains an input, and so the output.
+        # 1. A fault that is known already explains an input, and so the output.
         explained = [source for source in sources if source is not None and source.is_known]
         if explained:
             output.written.explain_by(explained)
@@ -263,22 +268,22 @@ class FaultFinder:
         if call is None or self._is_accepted(output, call):
             return
 
-        # 2. An input came in: no op that was seen made its inf or NaN. If it may be a mask, no fault is entered yet.
+        # 2. An input "came in": no op that was seen made its inf or NaN. If it may be a mask, no fault is added yet.
         pairs = list(zip(bad_inputs, sources, strict=True))
         for given, source in pairs:
             if not _is_from_op(source) and not self._is_mask(given):
-                self._enter_came_in(output, call, given)
+                self._add_came_in(output, call, given)
                 return
         self._inherit_mask_fault(output, call, pairs)
 
-        # 3. Did the op itself make NaN, or an inf from finite inputs? If an input seemed to be a mask, and an op that
-        # takes no masks makes NaN of it, the input was no mask: then it is the fault.
+        # 3. Did the op itself make NaN, or an inf from finite inputs? If an op that takes no masks makes NaN of an
+        # input that seemed to be a mask, this input is the fault.
         is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
         mask_fault = output.written.mask_fault
         if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
-            self._enter(output.written, mask_fault)
+            self._add_and_note(output.written, mask_fault)
         elif is_nan_made_here or not bad_inputs:
-            self._enter_made_here(output, call, inputs)
+            self._add_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
         """Return whether the inf or NaN of an op is no fault: the user ignores the op, or the script has passed inf or
@@ -292,22 +297,22 @@ class FaultFinder:
         return not self._ignore.isdisjoint((op.overload.name, call.op.rpartition(".")[2]))
 
     def _is_mask(self, given: _Input) -> bool:
-        """Return whether a tensor that came in seems to be infinite on purpose."""
+        """Return whether a tensor that no op made seems to be infinite on purpose: -inf in a mask, or a scalar inf."""
         if self._find_name(given.storage) and given.tensor.requires_grad:
             return False
         infinite = given.tensor[~given.tensor.isfinite()]
         return bool((infinite == -math.inf).all()) or (given.tensor.dim() == 0 and not has_nan(infinite))
 
     def _inherit_mask_fault(self, output: _Output, call: OpCall, bad: Sequence[tuple[_Input, Written | None]]) -> None:
-        """Keep with the output the fault to enter later if an input that seems to be a mask turns out to be no mask."""
+        """Keep with the output the fault to add later if an input that seems to be a mask turns out to be no mask."""
         for given, source in bad:
             if source is None or not _is_from_op(source):
                 output.written.mask_fault = self._make_came_in(output, call, given)
             elif source.mask_fault is not None:
                 output.written.mask_fault = source.mask_fault
 
-    def _enter_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
-        """Enter a fault for an input whose inf or NaN no known op made. If its master is finite, repair from there."""
+    def _add_came_in(self, output: _Output, call: OpCall, given: _Input) -> None:
+        """Add a fault for an input whose inf or NaN no known op made. If it has a finite master, repair from that."""
         source = Written(self._find_name(given.storage), "", math.inf, ())
         self.storages.put(given.storage, source)
         source.explain_by_fault(len(self.faults))
@@ -319,7 +324,7 @@ class FaultFinder:
             self.repair.begin(given.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
-        self._enter(source, self._make_came_in(output, call, given, in_float32))
+        self._add_and_note(source, self._make_came_in(output, call, given, in_float32))
 
     def _make_came_in(
         self, output: _Output, call: OpCall, given: _Input, in_float32: float | None = None
@@ -334,8 +339,8 @@ class FaultFinder:
             came_in=True,
         )
 
-    def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
-        """Enter a fault for an op that made NaN, or an inf from finite inputs. Start its repair if float32 helps."""
+    def _add_made_here(self, output: _Output, call: OpCall, inputs: Sequence[_Input]) -> None:
+        """Add a fault for an op that made NaN, or an inf from finite inputs. Start its repair if float32 helps."""
         written, is_backward = output.written, call.phase == "backward"
         is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
         blame = self._find_blame(output, is_low=is_low)
@@ -343,7 +348,7 @@ class FaultFinder:
         if blame.exact is not None:
             in_float32 = none_if_inf(read_largest(blame.exact))
             wanted = list(blame.wanted)
-            # A checkpoint runs ops of the forward pass again. After a fault, none of them needs a second entry.
+            # A checkpoint runs ops of the forward pass again. After a fault, none of them is named a second time.
             is_repeated = call.phase == "recompute" and bool(self.faults)
             if written.is_low and not is_repeated:
                 wanted.insert(0, written)
@@ -360,12 +365,12 @@ class FaultFinder:
             is_of_rounding=bool(blame.wanted),
             is_untested=is_low and blame.exact is None and _compute_exact(output) is None,
         )
-        self._enter(written, fault)
+        self._add_and_note(written, fault)
 
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
-        """Return the rounding to blame for an output: of its op, if that ran in 16 bits, or else of earlier ops.
+        """Return the rounding to blame for an output: that of its op, if it ran in 16 bits, else that of earlier ops.
 
-        Its `exact` is None unless float32 makes at least one inf or NaN of the output finite.
+        The `exact` of the `Blame` is None unless float32 makes at least one inf or NaN of the output finite.
         """
         exact = _compute_exact(output) if is_low else None
         if exact is not None and is_finite(exact):
@@ -376,10 +381,10 @@ class FaultFinder:
             return blame
         if exact is not None and not bool((exact.isfinite() & ~output.tensor.isfinite()).any()):
             exact = None
-        return Blame(exact)  # if only some are finite, a later op may mask the rest
+        return Blame(exact)  # where only some elements are finite in float32, a later op may mask the other elements
 
     def _check_zeros(self, output: _Output, call: OpCall, underflow: float) -> None:
-        """Enter a fault if, of the values that are not zero in float32, a larger share than `underflow` is zero."""
+        """Add a fault if, of the values that are not zero in float32, a larger share than `underflow` is zero."""
         tensor, op = output.tensor, output.op
         if tensor.dtype not in LOW_DTYPES or is_random(op.function) or self._is_ignored(op, call):
             return
@@ -398,7 +403,7 @@ class FaultFinder:
         in_float32 = none_if_inf(read_largest(exact))
         self._add(self._make(output, call, _read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
 
-    def _enter(self, written: Written, fault: FaultRecord) -> None:
+    def _add_and_note(self, written: Written, fault: FaultRecord) -> None:
         """Add a fault, and note that it explains the written values."""
         written.explain_by_fault(len(self.faults))
         self._add(fault)
@@ -463,7 +468,7 @@ def _is_from_op(source: Written | None) -> bool:
 
 
 def _read_inputs(op: Op) -> list[_Input]:
-    """Return the floating tensors that an op read, with the values before it, and the addresses of their storages."""
+    """Return the floating tensors that an op read, with their values from before the op."""
     given, copies = [*op.args, *op.kwargs.values()], [*op.before, *op.kwargs.values()]
     if op.overload.is_overwriting:
         given, copies = given[1:], copies[1:]

@@ -24,11 +24,11 @@ class OpCall:
         sources: addresses of the arguments that the rule wants in this dtype, and that have another one.
         copied: addresses of the tensors that were cast.
         cast_dtypes: the dtypes from and to which tensors were cast, in pairs. Casts of weights to 16 bits are left out.
-        widened: the call for which this call computes in float32: itself, if it cast 16-bit arguments to float32, else
-            an earlier call that did, if only ops on no list ran between. None if there is neither.
+        widened: the call whose cast from 16 bits to float32 makes this call compute in float32. It is this call itself,
+            or an earlier call whose float32 result this call got, directly or from ops on no list. None: no such call.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`, or is not
-            known.
+        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`. Also
+            True if the line is not known.
         constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 

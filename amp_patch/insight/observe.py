@@ -64,7 +64,7 @@ class FailedIn(NamedTuple):
 
     Attributes:
         forward: the call of the forward pass whose backward pass ran; None in a forward pass, or if it is unknown.
-        is_reached: whether lists and rules for modules act there.
+        is_reached: whether lists and rules for modules act where the op ran.
     """
 
     forward: OpCall | None
@@ -122,9 +122,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode. If another thread has called `stop`, the first thread
-        has to call it, too.
-        A cover that something else still holds calls the function that it covers.
+        Only the thread that called `start` can remove the mode. If another thread has called `stop`, that thread has to
+        call it, too. A cover that the script still holds only calls the function that it covers.
         """
         self.is_on = False
         leave_mode(self._below)
@@ -145,7 +144,7 @@ class Observer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Make a context with a pause. Harmless in a pause, which goes on afterwards."""
+        """Stop observing this thread in the block. A pause that began before the block goes on after it."""
         was_below = self._local.is_below
         self.pause()
         try:
@@ -272,9 +271,9 @@ class Observer:
         return call
 
     def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
-        """Return the call that widened the inputs of an op of the forward pass. See `OpCall.widened`.
+        """Return the call whose cast to float32 makes an op of the forward pass compute in float32, or None.
 
-        There is none if another input is float32 of its own: the result would be float32 in any case.
+        None also if another input is float32 without such a cast: then the op computes in float32 in any case.
         """
         if call.has_widened():
             return call
@@ -388,7 +387,7 @@ class Observer:
 
 
 class _Below(WatchingMode):
-    """Shows each op to an observer, and to its `FaultFinder` and `QuietWatch` before it runs, too."""
+    """Shows each op to an observer after it ran, and to the `FaultFinder` and the `QuietWatch` also before."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class OpWatch:
         session: the session whose lists name the ops.
         on_call: makes each call. It sees none of the calls that it makes while `is_busy` is True.
         name: returns the name of a function that is on no list.
-        everywhere: see other ops outside of modules, too.
+        everywhere: whether to see ops on no list outside of modules, too.
 
     Attributes:
         is_on: whether it watches: between `start` and `stop`.

@@ -101,8 +101,8 @@ class Op(NamedTuple):
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments, by position and by name, and its result.
-        before: `args`; with a `FaultFinder`, copies from before the call take the place of tensors that the op reads
-            and then writes, unless it is in bulk.
+        before: the arguments by position with their values from before the call. A `FaultFinder` copies the tensors
+            that the op reads and then writes, unless the op is in bulk. Otherwise, this is `args`.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 
@@ -162,7 +162,7 @@ def _find_reduction(op: Op) -> int | None:
 
 
 def run_in_float32(op: Op) -> Op | None:
-    """Return an op with its 16-bit inputs cast to float32 and the result of running it so; None if it cannot run so."""
+    """Run an op on its inputs in float32. Return it with these inputs and results; None if it cannot run in float32."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -186,7 +186,7 @@ def run_in_float32(op: Op) -> Op | None:
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Return the floating results of an op on its inputs in float32; an empty list if it cannot run so."""
+    """Return the floating results of an op on its inputs in float32; an empty list if it cannot run in float32."""
     run = run_in_float32(op)
     return [] if run is None else run.floating_results()
 

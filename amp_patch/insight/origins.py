@@ -41,7 +41,7 @@ class Made:
 
 
 def _rank_as_source(tensor: Tensor) -> tuple[bool, bool]:
-    """Return a key that sorts inputs: parameters first, those with less than two dimensions (biases) after others."""
+    """Return a sort key: parameters before other tensors, and in both groups, tensors of under two dimensions last."""
     return not isinstance(tensor, nn.Parameter), tensor.dim() < 2
 
 

@@ -1,4 +1,4 @@
-"""`find_scope`: finds the entries of lists, and the lines of the script, by which ops run in float32."""
+"""`find_scope`: finds the entries of lists, and the lines of the script to edit, that make ops run in float32."""
 
 import json
 import re
@@ -22,16 +22,16 @@ _NUMBER = re.compile(r"\d+")
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
     """Return the modules, ops and lines that have to run in float32.
 
-    An op inside of a submodule is reached by a rule for this submodule. For an op that the model itself calls, or the
-    loss code, its name in a list is preferred, since a rule for the model would cover all of it. `has_lists`: whether
-    lists of ops act at this level.
+    A rule for a submodule reaches the ops inside of it. An op that the model itself or the loss code calls is named in
+    a list if possible, since a rule for the model would cover all of it. `has_lists`: whether lists of ops act at this
+    level.
     """
     modules: list[str] = []
     roots: list[str] = []
     ops: list[str] = []
     sites: list[str] = []
     casts: list[str] = []
-    covered: set[str] = set()  # lines in these modules, where a cast to x.dtype becomes one to float32
+    covered: set[str] = set()  # lines in `modules`: under a rule, a cast to x.dtype becomes one to float32
     known = name_all(models)
     given = list(culprits)
     for culprit in given:
@@ -104,7 +104,8 @@ def _choose_root(model: nn.Module, models: Sequence[nn.Module]) -> str:
 def _find_listed_name(culprit: Culprit) -> str:
     """Return the name by which a list can put an op into float32.
 
-    Return "" for an op under a rule that does not run low, and for an op in place, or without a name, on no list.
+    Return "" for an op under a rule that does not run low. Of ops on no list, return "" for an op in place, and for one
+    that lists have no name for.
     """
     if culprit.rule in _LISTED_IN_LOW:
         return culprit.listed

@@ -93,9 +93,9 @@ class Recent:
     def find_blame(self, op: Op, index: int) -> Blame | None:
         """Return the earlier ops whose rounding makes the result `index` of an op not fit; None if none are to blame.
 
-        Computes the op again in float32, after all kept ops that it depends on in float32. If the result is finite, the
-        blame goes to a few of these ops that suffice for nearly the same result (`_ALIKE`): to the last ones, except
-        those that do not matter.
+        Runs the op again in float32, and before it all kept ops that it depends on, in float32, too. If the result is
+        finite, the last few of these ops that suffice for nearly the same result (`_ALIKE`) are to blame, without those
+        among them that are not needed.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -135,9 +135,9 @@ class Recent:
 
 
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
-    """Return the result `index` of an op in float32, after its ancestors in float32; None if it cannot run in float32.
+    """Run the ancestors of an op in float32, then the op itself. Return its result `index`; None if it cannot run so.
 
-    Ancestors that cannot be repeated keep their results.
+    Ancestors that cannot be repeated keep the results that they had.
     """
     twins = Twins()
     for kept in ancestors:

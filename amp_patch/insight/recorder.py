@@ -36,7 +36,8 @@ class Recorder(Probe):
 
     Args:
         first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
-        on_end: called when the last of these steps has ended, or a later one if no session was open before.
+        on_end: called when step `last` - 1 has ended. If no session was open then, called at the end of the first step
+            of the session.
         counts_before: whether steps count that a script took before its session was opened.
     """
 
@@ -147,7 +148,7 @@ class Recorder(Probe):
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss. Go on observing, in case an exception has ended the last step, in which observing pauses."""
+        """Note a loss. Go on observing: an exception in a step leaves it paused."""
         if self._observer is not None:
             self._observer.go_on()
             self._scalers.note_loss(loss)
@@ -279,10 +280,10 @@ def make_empty_run() -> RunRecord:
 def recording() -> Iterator[Recording]:
     """Record the ops that run in the block, with or without a session or `torch.autocast`.
 
-    Ops of optimizer steps are usually left out.
-    The recording is complete when the block ends, even after an exception. In other threads, only listed ops are
-    recorded. Blocks cannot be nested. Results of eager code are bitwise the same as without a recording; code of
-    torch.compile runs uncompiled.
+    Ops of optimizer steps are left out, except in a step with a closure, and in a step of an optimizer that
+    `amp.initialize` was not given. The recording is complete when the block ends, even after an exception. In other
+    threads, only listed ops are recorded. Blocks cannot be nested. Results of eager code are bitwise the same as
+    without a recording; code of torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

@@ -1,4 +1,4 @@
-"""`Sampler`: keeps the magnitudes of module outputs and gradients in every so many steps of a training.
+"""`Sampler`: measures the magnitudes of module outputs and gradients in one of every `every` steps of a training.
 
 It changes no value. In a step that is not sampled, it has no hook on any module.
 """
@@ -51,7 +51,8 @@ class _OutputHook(OwnedHook):
 class _Row:
     """What a row of the sheets stands for. `owner` is the module; None: a value or a loss scale.
 
-    Of a parameter, the owner is its module: torch cannot swap tensors that have weak references.
+    For the gradients of a parameter, `owner` is the module of the parameter: torch cannot swap tensors that have weak
+    references.
     """
 
     subject: FlightKind
@@ -70,8 +71,8 @@ class _Sample(NamedTuple):
 class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
-    Whoever drives it tells it of each step: `begin_step`, `look_at_gradients` before each optimizer's step, `end_step`.
-    A sampled step usually takes two launches for each output of a module and each gradient, six for the step, one for
+    For each step, the caller calls `begin_step`, `look_at_gradients` before each optimizer's step, and `end_step`. A
+    sampled step usually takes two launches for each output of a module and each gradient, six for the step, one for
     each loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
 
     Not sampled are, for example, modules inside of compiled code, replicas of DataParallel, calls without gradients in

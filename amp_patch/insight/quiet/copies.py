@@ -30,7 +30,8 @@ class _Copy:
 
     Attributes:
         storage: the storage of the copy, held weakly.
-        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses such a tensor.
+        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses a tensor with
+            weak references.
     """
 
     storage: Any
@@ -80,7 +81,7 @@ class CopyWatch:
                     self._check(op, tensor)
 
     def _note_cast(self, op: Op) -> None:
-        """Note a copy, unless the line of the script names a 16-bit dtype: then it may keep old copies on purpose."""
+        """Note a copy, unless the line of the script names a 16-bit dtype: it may keep an old copy on purpose."""
         weight, copy = op.args[0], op.result
         is_of_weight = isinstance(weight, Tensor) and weight.requires_grad and weight.is_leaf
         if not is_of_weight or copy.dtype not in LOW_DTYPES or not storage_of(copy) or names_dtype():

@@ -83,7 +83,7 @@ class Findings:
         tensor: str = "",
         culprit: Culprit | None = None,
     ) -> None:
-        """Note a loss in this step. Of several, the smallest `kept`, the largest `error` and the first names stay.
+        """Note a loss in this step. Of several at a line, the smallest `kept`, largest `error` and first names stay.
 
         `culprit`: the op that rounded the values, if a rule for its module may keep them.
         """

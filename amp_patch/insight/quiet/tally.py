@@ -23,13 +23,17 @@ Measured on the scripts of tests/support/quiet_faults.py, 44 that lose and 49 th
 """
 
 COMPENSATED = 1e-4
-"""A tensor collects rounding errors, as in Kahan's sum, if its norm in float32 is below this part of its own norm."""
+"""A 16-bit tensor collects rounding errors, as in Kahan's sum, if the norm of its float32 twin is below this part of
+its own norm. (Without rounding, the twin has no errors to collect.)
+"""
 
 NEGLIGIBLE = 1e-6
-"""A tensor does not count if its mean squared change is at most this part of the largest of its source: it is noise."""
+"""A tensor does not count if its mean squared change is at most this part of the largest one among the tensors with
+the same `Source.key`: it is noise.
+"""
 
 RECENT, FEW = 16, 3
-"""The number of last changes of a tensor that are kept, and the least number of them that shows that it is stuck."""
+"""The number of last changes of a tensor that are kept, and the least number of them from which a loss is concluded."""
 
 CONVERGED = 16
 """A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""
@@ -43,8 +47,8 @@ class Source:
         site, op, module: the line of the script, the op, and the module that runs.
         optimizer: the class of the optimizer whose step runs; "" outside of steps.
         is_sum: whether one op may add many values to an element.
-        is_temporary: whether the tensor is made in the step that changes it. Only sums within one op are followed in
-            such tensors.
+        is_temporary: whether the tensor is made in the step that changes it. Of the changes of
+            such a tensor, only sums within one op are followed.
         role: "weights", the name of a state of the optimizer, "gradients" that are summed, or `WEIGHT_DECAY`; "" for
             other tensors.
     """
@@ -110,7 +114,7 @@ class Change:
 
     @property
     def power(self) -> float:
-        """The mean square of the true change of an element."""
+        """The mean square of the true change, over the elements that it changes."""
         return self.true / self.changed
 
     @property
@@ -120,7 +124,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        """Of the elements that should change, the share that changes."""
+        """Of the elements that the true change changes, the share that the stored change changes, too."""
         return self.kept / self.changed
 
 
@@ -128,9 +132,9 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Return how a tensor changed, beside its change in float32; None if it would not change there.
+    """Return the stored change of a tensor and its true change, in float32; None if the true change is zero.
 
-    If a change is inf or NaN, the elements with such a change are left out. Waits for the device.
+    Elements whose change is inf or NaN are left out. Waits for the device.
     """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
@@ -176,7 +180,7 @@ class _OfTensor:
     last_lost: int = -1
 
     def add(self, step: int, change: Change) -> None:
-        """Add a change. A step may have several, as of the tensors that a line makes in a loop."""
+        """Add a change. A step may have several: a line in a loop makes several tensors."""
         self.total += change
         self.recent.append(change)
         self.largest = max(self.largest, change.true)
@@ -189,7 +193,7 @@ class _OfTensor:
                 self.first = step
 
     def find_lost(self) -> Change | None:
-        """Return the sum of all changes if it is lost, else the sum of the last ones; None if neither is lost."""
+        """Return the sum of all changes if it is lost, else the sum of the recent ones; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
         # Weights may change much less once a training has converged. Such changes do not count.
@@ -210,7 +214,7 @@ class Tally:
         self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` identifies a tensor that has no name, or whose name changes; 0: none."""
+        """Add a change of a tensor. `number` identifies it if it has no name, or if its name changes; 0: none."""
         dtype, numel = tensor.dtype, tensor.numel()
         known, _ = self._sources.setdefault(source.key, (source, short(dtype)))
         if known.is_temporary and not source.is_temporary:  # such as a histogram that the first step makes
@@ -234,7 +238,8 @@ class Tally:
 
     def _find_lost(self) -> Iterator[QuietRecord]:
         all_changes = [changes for tensors in self.tensors.values() for changes in tensors.values()]
-        # A tensor with as many elements as one that collects rounding errors may have its errors collected there.
+        # A tensor that collects rounding errors (Kahan's sum) has as many elements as the tensor whose errors it
+        # collects. So no tensor of this size counts as lost.
         compensated = {changes.numel for changes in all_changes if changes.total.is_rest}
         for key, (source, dtype) in self._sources.items():
             tensors = self.tensors[key]

@@ -34,8 +34,7 @@ _FOLLOWED = frozenset(
     {"_to_copy", "clone", "index", "index_select", "gather", "take", "index_put", "index_add", "scatter", "lerp"}
     | {"scatter_add", "masked_fill", "where", "index_copy", "cumsum"}
 )
-"""Ops beside the pointwise ones whose results are followed outside of backward passes."""
-
+"""Ops whose results are followed outside of backward passes, in addition to pointwise ops."""
 
 _SUMS = frozenset({"index_add_", "scatter_add_", "index_put_", "put_", "scatter_reduce_", "_index_put_impl_"})
 """Ops that may add many values to one element, and so lose some of these values within one call."""
@@ -91,7 +90,7 @@ class UpdateWatch:
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
-        self._done: set[int] = set()  # ids of the storages that were followed since the last step that left none out
+        self._done: set[int] = set()  # ids of storages followed already; cleared once a step leaves no tensor out
         self._is_full = False  # whether this step has left out a tensor that is not in `_done`
         self._optimizer: Optimizer | None = None  # the optimizer whose step runs
         self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
@@ -156,7 +155,7 @@ class UpdateWatch:
                 source = replace(source, role=role, optimizer=type(self._optimizer).__name__)
             name = name or self._name(followed.shown) or ""
             number = key
-            if source.is_temporary:  # the next step makes another tensor at this line
+            if source.is_temporary:  # each step makes another tensor at this line, so its id would not be found again
                 number = hash(source.module)
             self.tally.add(self.step, source, change, name, number, followed.tensor)
 
@@ -222,7 +221,10 @@ class UpdateWatch:
         return site
 
     def _is_wide_and_old(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is old (see `_is_old`) and not in 16 bits: a 16-bit copy of it is no loss."""
+        """Return whether a tensor is old (see `_is_old`) and not in 16 bits.
+
+        A 16-bit tensor that such a tensor is copied into has no loss of its own: the wider tensor keeps the true value.
+        """
         return tensor.dtype not in LOW_DTYPES and tensor.is_floating_point() and self._is_old(tensor)
 
     def note_young(self, op: Op) -> None:
@@ -231,7 +233,10 @@ class UpdateWatch:
             self._young.update(storage_of(tensor) for tensor in op.outputs() if tensor.is_floating_point())
 
     def _may_succeed(self, overload: Overload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether the result of an op may take the place of a tensor that outlives the step."""
+        """Return whether the result of an op may take the place of a tensor that outlives the step.
+
+        Also True for an op on lists of tensors that computes something from tensors with twins.
+        """
         if not overload.is_pointwise and overload.name not in _FOLLOWED:
             return overload.is_in_bulk and self._twins.has_any(args)
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.dtype in LOW_DTYPES]
@@ -240,14 +245,12 @@ class UpdateWatch:
         return any(self._twins.find(tensor) is not None or self._is_old(tensor) for tensor in given)
 
     def _is_old(self, tensor: Tensor) -> bool:
-        """Return whether no op that was seen in this step made a tensor. False for a tensor without an address."""
+        """Return whether a tensor is older than this step: no op seen in the step made it. False without an address."""
         address = storage_of(tensor)
         return address != 0 and address not in self._young
 
     def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
-        """Begin to follow a tensor that is about to change: keep its values, unless it is not to be followed, is
-        followed already, or exceeds the budget.
-        """
+        """Begin to follow a tensor that is about to change, if the budget allows: keep a copy of its values."""
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
         storage = tensor.untyped_storage()
@@ -384,7 +387,9 @@ class UpdateWatch:
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a result of an earlier step that replaces an older tensor: this step reads the result."""
+        """Count a change that the last step made, if the tensor is its result: reading it in this step shows that it
+        has replaced the older tensor.
+        """
         storage = tensor.untyped_storage()
         for successor in self._successors:
             if successor.storage() is storage and successor.source.site:

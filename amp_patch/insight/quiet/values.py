@@ -41,10 +41,10 @@ Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it
 """
 
 UNLIKE = 0.25
-"""A result is lost in rounding if it differs by more than this part from the result without rounding before it."""
+"""A result is lost in rounding if it differs by more than this part from the result of the same ops in float32."""
 
 _ROUNDING = 0.2
-"""About the root mean square of rounding errors, divided by `torch.finfo(dtype).eps` and that of the values."""
+"""About the root mean square of rounding errors, relative to that of the values, in units of the `eps` of the dtype."""
 
 _NEAR = 4.0  # a result is looked at only if it is smaller than its operands by this factor, or if their size is unknown
 
@@ -148,7 +148,7 @@ class ValueWatch:
     # ---- values that collapse ----------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, call: OpCall) -> bool:
-        """Begin to follow values that the script casts to, or makes in, 16 bits. Return whether the op gave any."""
+        """Begin to follow a result that the script casts to or makes in 16 bits. Return whether the op gave one."""
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
@@ -228,7 +228,7 @@ class ValueWatch:
     def _find_rounding(self, tensor: Tensor) -> Culprit | None:
         """Return the op that rounded the values of a tensor; None if no op is known.
 
-        Search back from the tensor, as long as ops keep the relative errors of their inputs, over at most `_MOST_OPS`.
+        Search back over at most `_MOST_OPS` ops, as long as they keep the relative errors of their inputs.
         """
         known = self._storages.find(tensor)
         culprit = None
@@ -290,7 +290,10 @@ class ValueWatch:
         self._note_difference(op, call, dtype, math.hypot(*roundings), written)
 
     def _check_unrounded(self, op: Op, call: OpCall, dtype: torch.dtype) -> None:
-        """Report a result that differs if the ops just before it do not round, as in 1 - exp(-x) and log(1 + x)."""
+        """Report a result that differs if this op and up to three ops before it run in float32.
+
+        Examples are 1 - exp(-x) and log(1 + x).
+        """
         twins = Twins()
         for tensor in op.inputs():
             self._widen(tensor, twins, 2)
@@ -351,7 +354,7 @@ class ValueWatch:
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
         """Report the lost differences that an op reads, unless the loss does no harm there.
 
-        It does no harm to the distance of two tensors of one shape, which may be small, and to x + (y - x), which is y.
+        The loss does no harm to the distance of two tensors of one shape, which may be small, and to x + (y - x) = y.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
@@ -396,7 +399,7 @@ def _find_distinct(exact: Tensor, stored: Tensor) -> float | None:
 
 
 def _find_mismatch(tensor: Tensor, exact: Tensor) -> float:
-    """Return the share of elements that differ; of a mask, relative to its rarer value."""
+    """Return the share of elements that differ. For a mask, divide their number by that of its rarer value."""
     count, differing = tensor.numel(), int((tensor != exact).sum())
     if tensor.dtype is torch.bool:
         held = int(exact.sum())

@@ -23,7 +23,7 @@ from .updates import UpdateWatch
 
 
 class QuietWatch(WatchingMode):
-    """Sees the ops of a run: in optimizer steps as the dispatch mode, outside of steps through an `Observer`.
+    """Sees the ops of a run. In optimizer steps it is the dispatch mode; an `Observer` passes it all other ops.
 
     Changes no value. Waits for the device.
 
