@@ -46,15 +46,10 @@ _TAKES_MASKS = ("_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_scal
 
 
 class _Input(NamedTuple):
-    """A floating input of an op.
+    """A floating input of an op."""
 
-    Attributes:
-        tensor: the input, or a copy of it from before the op wrote to it.
-        storage: the address of the storage of the input itself.
-    """
-
-    tensor: Tensor
-    storage: int
+    tensor: Tensor  # the input, or a copy of it from before the op wrote to it
+    storage: int  # the address of the storage of the input itself
 
 
 class _Output(NamedTuple):
