@@ -72,8 +72,8 @@ class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
     For each step, the caller calls `begin_step`, `look_at_gradients` before each optimizer's step, and `end_step`. A
-    sampled step usually takes two launches for each output of a module and each gradient, six for the step, one for
-    each loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
+    sampled step takes about two launches for each output of a module and each gradient (see `Sheet`), six for the step,
+    one for each loss scale, and two for each further call of a module. Nothing waits for the device, except on mps.
 
     Not sampled are, for example, modules inside of compiled code, replicas of DataParallel, calls without gradients in
     eval mode, and what a checkpoint computes again.

@@ -33,7 +33,7 @@ the same `Source.key`: it is noise.
 """
 
 RECENT, FEW = 16, 3
-"""The number of last changes of a tensor that are kept, and the least number of them from which a loss is concluded."""
+"""How many of the last changes of a tensor are kept, and how many of them must count before they show a loss."""
 
 CONVERGED = 16
 """A recent change of a weight does not count if |true|^2 (see `Change`) is below the largest one, divided by this."""

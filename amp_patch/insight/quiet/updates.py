@@ -117,7 +117,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. None: they are of the optimizer of `begin_step`, if there was one."""
+        """Judge the changes since `begin_step`. They count as changes of `optimizer`, or else of that of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -250,7 +250,10 @@ class UpdateWatch:
         return address != 0 and address not in self._young
 
     def _begin(self, tensor: Tensor, site: Site, op: str, *, is_gradient: bool, is_sum: bool) -> None:
-        """Begin to follow a tensor that is about to change, if the budget allows: keep a copy of its values."""
+        """Begin to follow a tensor that is about to change: keep a copy of its values.
+
+        Do nothing for a tensor that is followed already, is not to be followed, or exceeds the budget.
+        """
         if tensor.dtype not in LOW_DTYPES or not storage_of(tensor):
             return
         storage = tensor.untyped_storage()
