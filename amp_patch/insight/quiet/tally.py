@@ -132,9 +132,10 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Return the stored change of a tensor and its true change, in float32; None if the true change is zero.
+    """Return the stored change of a tensor and its true change, in float32.
 
-    Elements whose change is inf or NaN are left out. Waits for the device.
+    Elements whose change is inf or NaN are left out. None if the true change is zero, or if the squares of a change add
+    up to more than float32 holds. Waits for the device.
     """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
@@ -142,6 +143,9 @@ def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | No
     if not math.isfinite(change.along + change.true + change.stored):
         fits = true.isfinite() & done.isfinite()
         change = _add_up(torch.where(fits, true, 0.0), torch.where(fits, done, 0.0))
+        if not math.isfinite(change.along + change.true + change.stored):
+            # it would make the sum of all changes inf or NaN
+            return None
     if float(exact.norm()) < COMPENSATED * float(stored.float().norm()):
         change = replace(change, is_rest=True)
     return change if change.true else None

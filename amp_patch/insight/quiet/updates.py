@@ -1,4 +1,4 @@
-"""`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
+"""`UpdateWatch`: measures how much of the changes of 16-bit tensors is lost in rounding.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
 bits, the ops that change it run a second time in float32, on a float32 copy (its *twin*), as far as `BUDGET` allows.
@@ -117,7 +117,7 @@ class UpdateWatch:
         self._weights = {storage_of(weight) for weight in weights if isinstance(weight, Tensor)}
 
     def end_step(self, optimizer: Optimizer | None = None) -> None:
-        """Judge the changes since `begin_step`. They count as changes of `optimizer`, or else of that of `begin_step`."""
+        """Judge the changes since `begin_step`. They count as those of `optimizer`; None: that of `begin_step`."""
         self._optimizer = optimizer or self._optimizer
         self._judge()
         self._optimizer = None
@@ -128,7 +128,7 @@ class UpdateWatch:
         self.step += 1
 
     def _judge(self) -> None:
-        """Compare all changes since the last call with the true ones, and stop following these tensors."""
+        """Compare all changes since the last call with the true ones, and stop following the changed tensors."""
         with torch.no_grad(), current.without_casts():
             self._judge_changes()
             self._keep_successors()
