@@ -86,14 +86,14 @@ class UpdateWatch:
         self._twins = Twins()
         self._followed: dict[int, _Followed] = {}  # by the id of the storage
         self._roots: dict[int, Tensor] = {}  # by the id of the storage of a result: the older tensor it comes from
-        self._made: dict[int, tuple[Any, Source]] = {}  # by the same id: the storage, held weakly, and its source
+        self._made: dict[int, tuple[Any, Source]] = {}  # by that id, too: the storage, held weakly, and its source
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
         self._done: set[int] = set()  # ids of storages followed already; cleared once a step leaves no tensor out
         self._is_full = False  # whether this step has left out a tensor that is not in `_done`
         self._optimizer: Optimizer | None = None  # the optimizer whose step runs
-        self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
+        self._weights: set[int] = set()  # addresses of the storages of the weights of `_optimizer`
         self.tally = Tally()
         self.step = 0
 
