@@ -43,7 +43,7 @@ class Blame(NamedTuple):
     Attributes:
         exact: the result in float32; None if that does not fit better.
         wanted: the records of the earlier ops that have to return float32 so that the result fits.
-        lost: a number in the script, such as an eps, that an op in `wanted` gets and that is zero in 16 bits; else None.
+        lost: a number, such as an eps, that the script passes to an op in `wanted` and that 16 bits make zero; or None.
     """
 
     exact: Tensor | None
