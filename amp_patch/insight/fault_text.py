@@ -81,7 +81,7 @@ def note_float32(recording: Recording) -> list[str]:
 def describe_search(faults: Sequence[FaultRecord], *, is_all: bool) -> str:
     """Return the report of the steps that were skipped while a dynamic loss scale came down.
 
-    `faults` has one fault of each such step. `is_all`: whether no other step was taken.
+    `faults` has one fault of each such step. `is_all`: whether no other step was recorded.
     """
     first, steps = faults[0], count_of(len(faults), "step")
     scale = format_scale(first.evidence.loss_scale)

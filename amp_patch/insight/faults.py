@@ -205,7 +205,7 @@ class FaultFinder:
         for tensor in tensors:
             known = self.storages.find(tensor)
             if known is not None and known.mask_fault is not None and not known.is_known:
-                self._enter(known, known.mask_fault)
+                self._add_and_note(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
         """Return the record of an output. For a 16-bit output in the forward pass of a module, also update `peaks`."""
@@ -269,7 +269,7 @@ class FaultFinder:
         pairs = list(zip(bad_inputs, sources, strict=True))
         for given, source in pairs:
             if not _is_from_op(source) and not self._is_mask(given):
-                self._enter_came_in(output, call, given)
+                self._add_came_in(output, call, given)
                 return
         self._inherit_mask_fault(output, call, pairs)
 
@@ -278,9 +278,9 @@ class FaultFinder:
         is_nan_made_here = output.has_nan and not any(has_nan(given.tensor) for given in bad_inputs)
         mask_fault = output.written.mask_fault
         if is_nan_made_here and mask_fault is not None and not output.op.overload.name.startswith(_TAKES_MASKS):
-            self._enter(output.written, mask_fault)
+            self._add_and_note(output.written, mask_fault)
         elif is_nan_made_here or not bad_inputs:
-            self._enter_made_here(output, call, inputs)
+            self._add_made_here(output, call, inputs)
 
     def _is_accepted(self, output: _Output, call: OpCall) -> bool:
         """Return whether the inf or NaN of an op is no fault: the user ignores the op, or the script has passed inf or
@@ -322,7 +322,7 @@ class FaultFinder:
             self.repair.begin(given.tensor, master, [output.written])
             self.repair.follow(output.op, call, [output.written], None)
             in_float32 = read_largest(master)
-        self._enter(source, self._make_came_in(output, call, given, in_float32))
+        self._add_and_note(source, self._make_came_in(output, call, given, in_float32))
 
     def _make_came_in(
         self, output: _Output, call: OpCall, given: Input, in_float32: float | None = None
@@ -363,7 +363,7 @@ class FaultFinder:
             is_of_rounding=bool(blame.wanted),
             is_untested=is_low and blame.exact is None and _compute_exact(output) is None,
         )
-        self._enter(written, fault)
+        self._add_and_note(written, fault)
 
     def _find_blame(self, output: _Output, *, is_low: bool) -> Blame:
         """Return the rounding that made an output not fit: in its own op, or else in earlier ops.
@@ -401,7 +401,7 @@ class FaultFinder:
         in_float32 = none_if_inf(read_largest(exact))
         self._add(self._make(output, call, read_inputs(op), Value.ZERO, in_float32=in_float32, share=share))
 
-    def _enter(self, written: Written, fault: FaultRecord) -> None:
+    def _add_and_note(self, written: Written, fault: FaultRecord) -> None:
         """Add a fault, and note that it explains the written values."""
         written.explain_by_fault(len(self.faults))
         self._add(fault)

@@ -1,7 +1,7 @@
 """Turns records into values of JSON, and reads records from files of JSON.
 
 A record is a dataclass. If a field of a record is a dataclass, too, the fields of this *part* are keys of the record in
-JSON. If a field is declared with `absent`, JSON has another value in the place of None.
+JSON. If a field is declared with `absent(value)`, JSON has `value` in the place of None.
 """
 
 import json
@@ -21,7 +21,7 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""The most bytes of a line, or of a file that is one array. Of a longer one, no more is read, and it is refused."""
+"""The most bytes of a line, or of a file that is one array. No more bytes of a longer one are read: it is refused."""
 
 MAX_INT = 1 << 63
 """An integer of this or a larger magnitude is refused."""
@@ -32,7 +32,7 @@ def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[
 
     `kinds` has the class of each kind. The file need not be trusted: each value of a record has the type of its field,
     and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a file that
-    cannot be read, or has other lines.
+    cannot be read, or has a line that is no JSON object or does not fit the class of its kind.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end

@@ -1,4 +1,4 @@
-"""Records of the modules, optimizers and steps of a run, from which contracts are made. Needs no torch."""
+"""Records of the modules, optimizers and steps of a run, for the contracts of `amp-patch check`. Needs no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,8 +39,8 @@ class ModuleNumbersRecord:
             step for them before this call.
         output, dtype: the sketch of the first floating tensor in the output of this call, and its dtype.
         gradient: the sketch of the unscaled gradients in the first step whose gradients are finite.
-        update, last_update: the L2 norms of the changes of the parameters in that step and in the last one; None
-            without such a step.
+        update, last_update: the L2 norms of the changes of the parameters in the step of `gradient` and in the last
+            step; None without such a step.
         last_gradient: the L2 norm of the unscaled gradients in the last step; None without any.
     """
 

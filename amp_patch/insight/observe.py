@@ -126,9 +126,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode. If another thread has called `stop`, the first thread
-        has to call it, too.
-        A cover that something else still holds calls the function that it covers.
+        Only the thread that called `start` can remove the mode. If another thread has called `stop`, that thread has to
+        call it, too. A cover that the script still holds only calls the function that it covers.
         """
         self.is_on = False
         leave_mode(self._below)
@@ -393,7 +392,7 @@ class Observer:
 
 
 class _Below(WatchingMode):
-    """Shows each op to an observer, and to its `FaultFinder` and `QuietWatch` before it runs, too."""
+    """Shows each op to an observer after it ran, and to the `FaultFinder` and the `QuietWatch` also before."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ class Op(NamedTuple):
         return [self.result] if isinstance(self.result, Tensor) else list(tensors_in([self.result]))
 
     def floating_results(self) -> list[Tensor]:
-        """Return the tensors of `floating_in` in its result, and the running statistics that it has written."""
+        """Return the floating tensors in its result (see `floating_in`), and the running statistics that it wrote."""
         moved = sorted(self.overload.written) if self.overload.moves_statistics else ()
         return list(floating_in([*self.outputs(), *(self.args[index] for index in moved)]))
 

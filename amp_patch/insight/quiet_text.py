@@ -122,7 +122,7 @@ def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
 
 
 def find_quiet_remedy(lost: Sequence[QuietRecord], run: RunRecord | None) -> Remedy:
-    """Return the remedy that runs the modules of quiet losses in float32. It has no list if no such module is known.
+    """Return the remedy that runs the modules of quiet losses in float32. It has no regions if no such module is known.
 
     The list extends the last list of the run, or else a shipped one.
     """

@@ -153,7 +153,7 @@ def _make_record(error: BaseException, levels: Levels, scene: Scene) -> RaisedRe
 
 
 def _find_phase(levels: Levels) -> Phase:
-    """Return the phase of the op that raised, other than the step of an optimizer."""
+    """Return the phase of the op that raised: forward, backward or recompute. `_explain_call` finds optimizer steps."""
     inside = _find_inside_backward(levels)
     if not inside:
         return Phase.FORWARD
@@ -395,7 +395,8 @@ def _find_arguments(case: _Case, forward: OpCall) -> tuple[str, str]:
 def _find_source(levels: Levels, name: str) -> Source | None:
     """Return the source of the user's file with this name (without a folder).
 
-    A file in the traceback comes first. Return None if no other file, or more than one, has the name.
+    A file in the traceback comes first, then the file of an imported module. Return None if several modules have such
+    a file, or none has.
     """
     for level in levels.of_user:
         if level.place.rpartition(":")[0] == name:

@@ -141,7 +141,7 @@ class Recent:
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
     """Run the ancestors of an op in float32, and then the op. Return its result `index`; None if it cannot run so.
 
-    Ancestors that cannot be repeated keep their results.
+    Ancestors that cannot be repeated keep the results that they had.
     """
     twins = Twins()
     for kept in ancestors:

@@ -13,7 +13,7 @@ from training import take_step
 
 import amp_patch as amp
 from amp_patch import insight
-from amp_patch.insight.quiet import updates
+from amp_patch.insight.quiet import tally, updates
 from amp_patch.insight.recorder import in_block
 from amp_patch.insight.tracer import Tracer
 from amp_patch.insight.trouble_record import TroubleRecord
@@ -273,3 +273,12 @@ def test_a_sum_of_a_step_is_counted_by_step_from_the_first_that_is_looked_at():
     assert (lost.step, lost.steps, lost.looked, lost.is_temporary) == (2, 3, 3, True)
     text = insight.format_quiet(lost, tracer.recording.run)
     assert "in each of 3 steps" in text and "outlives" not in text and "dtype=torch.float32 where" in text
+
+
+def test_a_change_whose_squares_exceed_float32_does_not_count():
+    before, huge = torch.zeros(4, dtype=torch.bfloat16), torch.full((4,), 1e30)
+    assert tally.compare_change(before, huge.bfloat16(), huge) is None
+    # one element that is inf is left out, and the others count
+    mixed = torch.tensor([torch.inf, 1.0, 0.0, 2.0])
+    change = tally.compare_change(before, mixed.bfloat16(), mixed)
+    assert (change.true, change.changed, change.error) == (5.0, 2, 0.0)

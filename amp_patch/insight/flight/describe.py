@@ -48,8 +48,8 @@ class Grown:
     Attributes:
         record: its samples.
         growth: the fit to the samples.
-        ends_in: in how many steps it will pass the largest number of its dtype; 0 if it has, None if that is not in
-            sight.
+        ends_in: in how many steps it will pass the largest number of the run's 16-bit dtype (see `find_limit`); 0 if it
+            has, None if no forecast reaches so far.
     """
 
     record: FlightRecord
@@ -68,10 +68,10 @@ class Grown:
 
 
 def find_grown(records: Iterable[FlightRecord]) -> list[Grown]:
-    """Return the magnitudes that have grown up to their last sample, or first inf or NaN, in the order of `_order`.
+    """Return the magnitudes that have grown up to their last sample, or first inf or NaN, the most urgent first.
 
     Magnitudes of a healthy training may grow, too, from a small beginning to a moderate size. A growth counts only if a
-    forecast passes the largest number of the dtype, if the fit rises by `FAR`, or if it rises by `STEADY` to a large
+    forecast passes `find_limit`, if the fit rises by `FAR`, or if it rises by `STEADY` to a large
     output or value, or to inf or NaN.
     """
     grown = []
@@ -161,7 +161,7 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
 
 
 def _describe_headroom(records: Iterable[FlightRecord]) -> str:
-    """Return the largest output of the last samples, beside the end of float16; "" without finite ones in float16."""
+    """Return the largest finite output of the last samples and the largest float16; "" if no such output is known."""
     outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
     finite = [record for record in outputs if math.isfinite(record.largest[-1])]
     if not finite:

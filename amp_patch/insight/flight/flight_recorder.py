@@ -28,8 +28,8 @@ from .sampler import Sampler
 from .steps import StepFollower
 
 _WRITE_SECONDS = 600.0
-"""While the recorder is open, it writes the file, at most this often, so that a process which is killed leaves most of
-its samples. Each time may cost seconds: to format 256 samples of 1,000 layers with weights, each with an activation,
+"""An open recorder writes the file at intervals of at least this length, so that a killed process leaves most of its
+samples. Each write may cost seconds: to format 256 samples of 1,000 layers with weights, each with an activation,
 took 3 s on an AMD EPYC.
 """
 
@@ -45,8 +45,8 @@ class FlightRecorder:
     `amp.initialize` and without mixed precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
-    recorded without the loss scale of `amp.initialize` or a GradScaler. A loss that the script scales itself leaves its
-    scale in them.
+    recorded without the loss scale of `amp.initialize` or a GradScaler. If the script scales the loss itself, they are
+    recorded with that scale.
 
     Args:
         every: the number of steps from one sample to the next. The first step is sampled.
@@ -211,8 +211,8 @@ class FlightRecorder:
         return Recording(self._describe() if self._run is None else self._run, list(records))
 
     def _describe(self) -> RunRecord:
-        """Return the record of the run: of the session in force, else of the last session that closed, else made from
-        the models and samples.
+        """Return the record of the run. It describes the session in force, or else the last session that closed.
+        Without a session, it is made from the models and samples.
         """
         session = current.state.session
         if session is not None:

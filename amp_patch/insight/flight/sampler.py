@@ -1,4 +1,4 @@
-"""`Sampler`: keeps the magnitudes of module outputs and gradients in every so many steps of a training.
+"""`Sampler`: measures the magnitudes of module outputs and gradients in one of every `every` steps of a training.
 
 It changes no value. In a step that is not sampled, it has no hook on any module.
 """

@@ -130,7 +130,7 @@ class StepFollower(events.Watcher):
         self._sampler.begin_step(self._step)
 
     def _follow(self, session: Session | None) -> None:
-        """Take steps from the events of a session, and the steps of other optimizers from hooks.
+        """Follow the optimizers of a session by its events, and other optimizers by hooks.
 
         Optimizers that were passed to `initialize` get no hook, because with a hook they could not skip a step on the
         device. Optimizers of a `NativeSession` (a script with torch.autocast) keep their hooks. The hooks do nothing

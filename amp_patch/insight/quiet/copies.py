@@ -30,7 +30,8 @@ class _Copy:
 
     Attributes:
         storage: the storage of the copy, held weakly.
-        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses such a tensor.
+        weight: the weight. It is not held weakly, because torch.utils.swap_tensors refuses a tensor with
+            weak references.
     """
 
     storage: Any

@@ -123,7 +123,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        """Of the elements that should change, the share that changes."""
+        """Of the elements that the true change changes, the share that the stored change changes, too."""
         return self.kept / self.changed
 
 
@@ -142,6 +142,9 @@ def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | No
     if not math.isfinite(change.along + change.true + change.stored):
         fits = true.isfinite() & done.isfinite()
         change = _add_up(torch.where(fits, true, 0.0), torch.where(fits, done, 0.0))
+        if not math.isfinite(change.along + change.true + change.stored):
+            # it would make the sum of all changes inf or NaN
+            return None
     if float(exact.norm()) < COMPENSATED * float(stored.float().norm()):
         change = replace(change, is_rest=True)
     return change if change.true else None
@@ -194,7 +197,7 @@ class _OfTensor:
                 self.first = step
 
     def find_lost(self) -> Change | None:
-        """Return the sum of all changes if it is lost, else the sum of the last ones; None if neither is lost."""
+        """Return the sum of all changes if it is lost, else the sum of the recent ones; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
         # once a training has converged, weights may change so little that losing it does no harm
@@ -215,7 +218,7 @@ class Tally:
         self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` identifies a tensor that has no name, or whose name changes; 0: none."""
+        """Add a change of a tensor. `number` identifies it if it has no name, or if its name changes; 0: none."""
         dtype, numel = tensor.dtype, tensor.numel()
         known, _ = self._sources.setdefault(source.key, (source, short(dtype)))
         if known.is_temporary and not source.is_temporary:  # such as a histogram that the first step makes

@@ -1,4 +1,4 @@
-"""`UpdateWatch`: measures which share of the changes of 16-bit tensors rounding loses.
+"""`UpdateWatch`: measures how much of the changes of 16-bit tensors is lost in rounding.
 
 Some tensors outlive a step: weights, states of optimizers, averages, statistics, counters. If such a tensor has 16
 bits, it is *followed*: the ops that change it run a second time, in float32, on a float32 copy of it (its *twin*). When
@@ -87,7 +87,7 @@ class UpdateWatch:
         self._twins = Twins()
         self._followed: dict[int, _Followed] = {}  # by the id of the storage
         self._roots: dict[int, Tensor] = {}  # by the id of the storage of a result: the older tensor it comes from
-        self._made: dict[int, tuple[Any, Source]] = {}  # by the same id: the storage, held weakly, and its source
+        self._made: dict[int, tuple[Any, Source]] = {}  # by that id, too: the storage, held weakly, and its source
         self._successors: list[_Successor] = []
         self._young: set[int] = set()  # addresses of the storages of floating tensors made in this step
         self._left = BUDGET  # elements that may still be followed in this step
@@ -95,7 +95,7 @@ class UpdateWatch:
         self._done: set[int] = set()
         self._is_full = False  # whether this step has left out a tensor that has not had its turn
         self._optimizer: Optimizer | None = None  # the optimizer whose step runs
-        self._weights: set[int] = set()  # addresses of the storages of this optimizer's weights
+        self._weights: set[int] = set()  # addresses of the storages of the weights of `_optimizer`
         self.tally = Tally()
         self.step = 0
 
@@ -130,7 +130,7 @@ class UpdateWatch:
         self.step += 1
 
     def _judge(self) -> None:
-        """Compare all changes since the last call with the true ones, and stop following these tensors."""
+        """Compare all changes since the last call with the true ones, and stop following the changed tensors."""
         with torch.no_grad(), current.without_casts():
             self._judge_changes()
             self._keep_successors()
