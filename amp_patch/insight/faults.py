@@ -308,7 +308,7 @@ class FaultFinder:
             elif source.mask_fault is not None:
                 output.written.mask_fault = source.mask_fault
 
-    def _enter_came_in(self, output: _Output, call: OpCall, given: Input) -> None:
+    def _add_came_in(self, output: _Output, call: OpCall, given: Input) -> None:
         """Add a fault for an input whose inf or NaN no known op made. If the input is a weight with a finite master,
         begin a repair with the values of the master.
         """
@@ -337,7 +337,7 @@ class FaultFinder:
             came_in=True,
         )
 
-    def _enter_made_here(self, output: _Output, call: OpCall, inputs: Sequence[Input]) -> None:
+    def _add_made_here(self, output: _Output, call: OpCall, inputs: Sequence[Input]) -> None:
         """Add a fault for an op that made NaN, or inf from finite inputs. Begin a repair if float32 helps."""
         written, is_backward = output.written, call.phase == "backward"
         is_low = any(tensor.dtype in LOW_DTYPES for tensor in (output.tensor, *(given.tensor for given in inputs)))
