@@ -57,13 +57,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
+    """What follows the rule `left` in one list and the rule `right` in the other: an op, or modules of a model.
 
-    `op` is the name of an op (see `get_op`) or of its in-place twin if all spellings of it differ in this way, else the
-    dotted name of one spelling. For a module rule, `op` is "modules" and the chooser, which says to which modules the
-    rule applies; `left` and `right` are "low" or "float32", or "unlisted" where the rule is missing. If only the order
-    of module rules differs, `op` is "modules", and `left` and `right` are the rules in order. `spellings` is empty for
-    module rules, and for an op that the running torch lacks.
+    Attributes:
+        op: one of
+            * "exp" or "exp_": the op, or its in-place twin, if all its spellings have these two rules;
+            * "torch.exp": one spelling, if the others have other rules, or if no bare name means it;
+            * "modules " and the chooser of a module rule, which says to which modules the rule applies;
+            * "modules", if only the order of the module rules differs.
+        spellings: dotted names. Empty for module rules, and for an op that the running torch lacks.
+        left, right: for an op, a rule such as "whitelist", or "unlisted". For a module rule, "low", "float32" or
+            "unlisted". For an order, all the module rules of the list.
     """
 
     op: str
@@ -118,8 +122,8 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     """Return the differences between two lists, in the order of the left one.
 
-    There are none if and only if the digests of the lists are equal. If the rules of an op differ, the resulting
-    differences of its in-place twins and augmented operators are left out.
+    There are none if the lists have the same `OpLists.digest`, and only then. If the rules of an op differ, in-place
+    twins and augmented operators that differ only because of the op are left out.
     """
     left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -132,8 +136,9 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first.
-    `OLDEST_TORCH` and older ones are left out. A change may be empty.
+    """Yield the `Change` at each version of torch that `since` or `until` names in a shipped list, the oldest first.
+
+    `OLDEST_TORCH` and versions before it are left out. A change may have no differences.
     """
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
@@ -149,7 +154,7 @@ def find_changes(name: str) -> Iterator[Change]:
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
-    """Yield the differences on ops that the running torch lacks, as in lists that are read for another version."""
+    """Yield the differences on ops that the running torch lacks. Lists for another version of torch name such ops."""
     left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
     right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
     for op in {**left_rules, **right_rules}:
@@ -190,9 +195,8 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
         only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
         if differences and only_follow_op:
             continue  # they differ only because their op differs
-        if op == ".".join(inplace[0]):  # the list names only this spelling, so `op` is its dotted name
-            name = op
-        yield from _compare_keys(name, inplace, left, right)
+        is_dotted = op == ".".join(inplace[0])  # no bare name means this spelling
+        yield from _compare_keys(op if is_dotted else name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:

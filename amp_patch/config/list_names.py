@@ -1,4 +1,4 @@
-"""Finds the file of an op list by name or path, and the version of torch whose rules are read from it.
+"""Finds the file of an op list by its name or path, and reads the version of torch in "autocast-cuda@2.11".
 
 Imports no torch.
 """
@@ -16,7 +16,8 @@ Version = tuple[int, ...]
 """The three numbers of a version of torch."""
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 6, 0), (2, 15, 0)
-"""The oldest and the newest version of torch whose rules the shipped lists know. amp_patch supports no older one."""
+"""The oldest and the newest version of torch whose rules the shipped lists know. OLDEST_TORCH is also the oldest that
+amp_patch supports."""
 
 _WITH_VERSION = re.compile(r"(?P<list>.+)@(?P<version>[0-9][0-9.]*)")
 
@@ -25,8 +26,8 @@ def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str],
     """Return the list that `spec` names, and the version of torch after its `@`.
 
     "autocast-cuda@2.11" gives "autocast-cuda" and (2, 11, 0): the rules that the list has for torch 2.11. Without an
-    `@`, the version is None: the rules for the running torch. Raises OpListError, without a location, for a version
-    that the lists do not know.
+    `@`, the version is None: the rules for the running torch. Raises OpListError, which names no file and line, for a
+    version that the lists do not know.
     """
     named = _WITH_VERSION.fullmatch(str(os.fspath(spec)))
     if named is None:
@@ -57,7 +58,8 @@ def parse_version(text: str) -> Version | None:
 def locate(spec: str | os.PathLike[str], base: Path) -> Path:
     """Return the file that `spec` names: a shipped list by its name, or a path relative to the folder `base`.
 
-    The path need not exist. Raises OpListError, without a location, for text that is neither a shipped name nor a path.
+    The path need not exist. Raises OpListError, which names no file and line, for text that is neither a shipped name
+    nor a path, and for an unknown version after `@`.
     """
     named, _ = split_version(spec)
     text = str(os.fspath(named))
@@ -75,13 +77,13 @@ def locate(spec: str | os.PathLike[str], base: Path) -> Path:
                 raise OpListError(f"{text!r} is a level, and not a list; its list is {level.lists!r}")
             raise OpListError(f"{text!r} is a level that uses no list of ops; give a shipped list ({', '.join(known)})")
     raise OpListError(
-        f"{text!r} is not a shipped list ({', '.join(known)}), and a path ends in .yaml or .yml.{_suggest(text, base)}"
+        f"{text!r} is not a shipped list ({', '.join(known)}); a path must end in .yaml or .yml.{_suggest(text, base)}"
     )
 
 
 def _suggest(text: str, base: Path) -> str:
-    """Return a hint about an unknown name, or "": a look-alike character in it, a file `text`.yaml in `base`, or a
-    shipped list with a similar name.
+    """Return a hint about an unknown name, or "": a look-alike character in it, a file of this name in `base` with
+    .yaml or .yml at its end, or a shipped list with a similar name.
     """
     look_alike = find_look_alike(text)
     if look_alike is not None:
