@@ -207,7 +207,9 @@ class WeightCache:
         return to_low
 
     def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
-        """Return the copy of `tensor`. Refresh all invalid copies if that one is invalid; make it if it does not exist."""
+        """Return the copy of `tensor`. If it is missing or invalid, refresh all invalid copies first, then make it if
+        it is still missing.
+        """
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)

@@ -333,7 +333,7 @@ def record(folder: str | None, probe: str, options: dict[str, Any], seed: int | 
 
     Args:
         folder: the folder of the run. The recording is written into a file in it, and so is the error of a script that
-            fails. None: there is no command that waits for them.
+            fails. None: no command waits for the recording or the error.
         file: without a folder, the file for the recording, or None.
         probe, options: the class of the probe, as `module:Class`, and its arguments.
         seed: the seed of random, numpy and torch; None leaves them alone.

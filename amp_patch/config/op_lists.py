@@ -428,8 +428,7 @@ class Overlay:
     def _warn_of_neutral(
         self, entry: OpEntry, keys: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
     ) -> None:
-        """Warn if a neutral entry has no effect: no other entry puts one of its functions, or the op of an in-place twin,
-        on a list.
+        """Warn if a neutral entry has no effect: no list names one of its functions, or the op of an in-place function.
 
         `keys`: its spellings. `named`: the spellings of earlier entries of the same file.
         """
