@@ -39,7 +39,7 @@ class Ranks:
         self.local_rank = local_rank
         self.count = count
         # The ranks of one launch on this machine have the same parent process and the same variables, so they all
-        # compute the same name for their folder. Another launch has another parent, or other variables.
+        # compute the same name for their folder. A launch with another parent has another folder.
         name = "\n".join([str(os.getppid()), *(os.environ.get(variable, "") for variable in _LAUNCH_VARIABLES)])
         digest = hashlib.sha256(name.encode()).hexdigest()
         self.folder = Path(tempfile.gettempdir(), f"amp-patch-ranks-{digest[:16]}")

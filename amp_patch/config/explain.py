@@ -62,7 +62,7 @@ class Difference:
     Attributes:
         op: one of
             * "exp" or "exp_": the op, or its in-place twin, if all its spellings have these two rules;
-            * "torch.exp": one spelling, if the others have other rules, or if no bare name means it;
+            * "torch.exp": one spelling, if not all spellings of its op have these two rules, or no bare name means it;
             * "modules " and the chooser of a module rule, which says to which modules the rule applies;
             * "modules", if only the order of the module rules differs.
         spellings: dotted names. Empty for module rules, and for an op that the running torch lacks.
