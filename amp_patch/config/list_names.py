@@ -33,12 +33,20 @@ def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str],
     if named is None:
         return spec, None
     version = parse_version(named["version"])
-    if version is None or not OLDEST_TORCH <= version < (NEWEST_TORCH[0], NEWEST_TORCH[1] + 1, 0):
+    if version is None or not _is_known(version):
         oldest, newest = (".".join(map(str, known[:2])) for known in (OLDEST_TORCH, NEWEST_TORCH))
         nearest = oldest if version is not None and version < OLDEST_TORCH else newest
+        major_minor = ".".join(named["version"].split(".")[:2])  # "2.12" of "2.12.0.1", which is no version
+        shortened = parse_version(major_minor)
+        if shortened is not None and _is_known(shortened):
+            nearest = major_minor
         known_name = f"{named['list']}@{nearest}"
         raise OpListError(f"the lists know torch {oldest} to {newest}, not {named['version']}; give {known_name}")
     return named["list"], version
+
+
+def _is_known(version: Version) -> bool:
+    return OLDEST_TORCH <= version < (NEWEST_TORCH[0], NEWEST_TORCH[1] + 1, 0)
 
 
 def is_shipped(spec: str) -> bool:
