@@ -91,7 +91,7 @@ class _Entry:
 
     def may_be_refreshed(self) -> bool:
         """Return whether the parameter may have a copy now, the copy's graph still fits it (see `identity`), and no
-        other graph holds the copy.
+        graph of a forward pass holds the copy.
         """
         return (
             self.parameter.dtype is torch.float32
@@ -155,7 +155,7 @@ class WeightCache:
             self.owned[id(parameter)] = parameter
 
     def keep_only(self, parameters: Iterable[Tensor]) -> None:
-        """Forget all other parameters, and drop the copies of these others."""
+        """Forget every parameter that is not among these, and drop its copy."""
         kept = {id(parameter) for parameter in parameters}
         for key in list(self.owned):
             if key not in kept:
@@ -207,7 +207,9 @@ class WeightCache:
         return to_low
 
     def _refresh_or_store(self, tensor: Tensor, plain_cast: TensorCast) -> Tensor:
-        """Return the copy of `tensor`. If it is invalid, refresh all invalid copies first. If it has none, make one."""
+        """Return the copy of `tensor`. If it is missing or invalid, refresh all invalid copies first, then make it if
+        it is still missing.
+        """
         key = id(tensor)
         with self._lock:  # two threads that refresh at once would overwrite copies in each other's graphs
             valid = self.valid.get(key)
@@ -259,7 +261,7 @@ class WeightCache:
 
     def mark_updated(self, parameters: Iterable[Tensor]) -> None:
         """Invalidate the entries of parameters that an optimizer has updated."""
-        if self.valid or self._uses:  # usually false, because the end of the scale_loss block has invalidated all
+        if self.valid or self._uses:  # false if the end of a scale_loss block has just invalidated all
             for parameter in parameters:
                 self.valid.pop(id(parameter), None)
                 self._uses.pop(id(parameter), None)
@@ -282,10 +284,10 @@ class RegionCache(WeightCache):
     torch's own cache of weights is enabled.
 
     torch's cache is cleared whenever a thread leaves its outermost region, and keeps nothing under
-    `cache_enabled=False`. So does this cache, because a script may edit weights in ways that change no version counter
-    (`p.data.add_`): a patch of `torch.clear_autocast_cache` drops its copies, too, and each use asks torch whether
-    torch's cache is enabled. The fast paths of ops read `valid` without asking. So `valid`
-    stays empty here, and copies are in `_copies`.
+    `cache_enabled=False`. This cache keeps its copies no longer, because a script may edit weights in ways that change
+    no version counter (`p.data.add_`). A patch of `torch.clear_autocast_cache` drops the copies, and each use asks
+    torch whether torch's cache is enabled. The fast paths of ops read `valid` without asking, so `valid` stays empty
+    here, and copies are in `_copies`.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:

@@ -1,8 +1,8 @@
 """`OpCasts`: makes the replacement of each listed op, by the rule of the op.
 
 The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. Given a call of the op,
-`prepare` returns the function to call, and the cast arguments. As under torch.autocast, no arguments are cast in a call
-with `out=`, nor in a call of a blacklisted op that names a dtype.
+`prepare` returns the function to call, and the cast arguments. As under torch.autocast, a call with `out=` casts no
+arguments. Neither does a call that passes a dtype to a blacklisted op.
 """
 
 from collections.abc import Mapping, Sequence
@@ -213,8 +213,8 @@ class OpCasts:
     def _whitelist(self, original: OpFunction) -> PrepareCall:
         """Return a `prepare` for an op that runs in the low dtype.
 
-        A call with `inplace=True` runs as it was written: after a cast, it would change the copy. So does a call that
-        names another `out_dtype`, because its kernel may refuse low arguments.
+        A call with `inplace=True` runs as it was written: after a cast, it would change the copy. A call with an
+        `out_dtype` other than the low dtype runs as it was written, too, because its kernel may refuse low arguments.
         """
         low, to_low, convert = self.low, self.to_low, get_conversion(self.low)
         get_entry, cached_weights = self._cached_copies.get, self._cached_weights
@@ -268,7 +268,7 @@ class OpCasts:
         return prepare
 
     def _blacklist(self, original: OpFunction) -> PrepareCall:
-        """Return a `prepare` for an op that runs in float32. Calls with a dtype or `inplace=True` run as they are."""
+        """Return a `prepare` for an op that runs in float32. Calls with `out`, a dtype or `inplace=True` stay as is."""
         to_float, convert = self.to_float, get_conversion(float32)
         is_on_device, inplace_position = make_device_test(self.device_type), find_inplace_position(original)
 
@@ -311,7 +311,7 @@ class OpCasts:
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
         """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. The mode decides the
-        dtype, and not the list. A call that names `out` or another `out_dtype` runs as it was written.
+        dtype, and not the list. A call with `out`, or with another `out_dtype` than that, runs as it was written.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
         result_dtype = kwargs.get("out_dtype") or target
@@ -474,8 +474,8 @@ def _replace_set_item(original: OpFunction, general: OpFunction) -> OpFunction:
     """Return a faster replacement of `x[index] = values` than `general`, the replacement that `replace` made.
 
     The faster one calls torch's own function if nothing has to be cast. For example, an index of numbers and slices
-    selects a view, to which torch copies values of any dtype. Arguments with an override go to torch's function, too,
-    which calls the override.
+    selects a view, to which torch copies values of any dtype. Arguments with a `__torch_function__` also go to torch's
+    function, which calls it.
     """
 
     def set_item(tensor: Tensor, index: Any, values: Any) -> Any:

@@ -1,7 +1,7 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`, usually at least twice for each of the --runs: for losses and
-times, and for layers, whose measurement would make steps slower.
+The script runs unmodified, as under `amp-patch run`. For each of the --runs, one run with each seed measures losses and
+times. Another one measures layers, which makes steps slower.
 """
 
 import argparse

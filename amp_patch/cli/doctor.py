@@ -1,4 +1,6 @@
-"""`amp-patch doctor`: checks the installed packages, and the given scripts and notebooks, or else the machine.
+"""`amp-patch doctor`: checks the installed packages, and the scripts and notebooks at given paths.
+
+Without a path, it describes the machine.
 
 Exit codes: 0 no errors or warnings (there may be notes), 1 errors or warnings, 2 the command line cannot be used.
 """

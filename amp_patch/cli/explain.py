@@ -139,8 +139,8 @@ def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
 def _hint_at_steps(taken: list[int], first: int) -> str:
     """Return the advice to record the step in which the script failed.
 
-    `taken`: the number of steps that each process took before the failure. Return "" if it is empty, or if the script
-    failed in the step right before step `first`, or later.
+    `taken`: the number of steps that each process took before the failure. Return "" if no process is known, or if the
+    script failed in the step right before step `first`, or later.
     """
     last = max(taken, default=0)
     return f"; give --steps {last}:{last + 1}" if taken and last < first - 1 else ""

@@ -1,4 +1,4 @@
-"""`amp-patch lists init`: writes a new list file, in which comments explain the rules."""
+"""`amp-patch lists init`: writes a new list file, whose comments explain each rule, and its schema for editors."""
 
 import argparse
 import json
@@ -81,9 +81,9 @@ def _check(path: Path, base: str) -> list[str]:
 
 
 def _render(name: str, base: str, low: str) -> str:
-    """Return the text of a new list file that extends `base`, and whose comments name the level for the dtype `low`."""
+    """Return the text of a list file that extends `base`. `low`: the 16-bit dtype of `base`, such as "float16"."""
     rules = [f"# {rule.meaning}\n{rule}:\n  # - {rule.example}\n" for rule in config.op_rules.RULE_KEYS]
     level = config.levels.find_patching_level(low).name
     if not re.fullmatch(r"[\w./-]+", base):
-        base = json.dumps(base)  # YAML reads a quoted string of JSON as the same string
+        base = json.dumps(base)  # YAML reads a quoted text of JSON, with its escapes, as JSON does
     return _START.format(schema=SCHEMA, base=base, level=level, name=name, rules="\n".join(rules))

@@ -39,7 +39,7 @@ class Ranks:
         self.local_rank = local_rank
         self.count = count
         # The ranks of one launch on this machine have the same parent process and the same variables, so they all
-        # compute the same name for their folder. Another launch usually has another parent.
+        # compute the same name for their folder. A launch with another parent has another folder.
         name = "\n".join([str(os.getppid()), *(os.environ.get(variable, "") for variable in _LAUNCH_VARIABLES)])
         digest = hashlib.sha256(name.encode()).hexdigest()
         self.folder = Path(tempfile.gettempdir(), f"amp-patch-ranks-{digest[:16]}")
@@ -77,7 +77,7 @@ class Ranks:
         sys.exit(0)
 
     def find_code(self) -> int:
-        """Return the exit code of the lowest rank, without the first, whose script has failed; 0 if none has so far."""
+        """Return the exit code of a failed script: that of the lowest rank from 1 on. 0 if none of these has failed."""
         codes = (self._code_of(rank) for rank in range(1, self.count))
         return next((code for code in codes if code), 0)
 

@@ -260,9 +260,9 @@ def _print_error_in_short(kind: type[BaseException], error: BaseException, trace
 def _make_excepthook(folder: str, starter: _ProbeStarter) -> Callable[..., None]:
     """Return an excepthook that prints the traceback of the script, and writes it into the file `ERROR`, shortened.
 
-    If the script cannot run with the options of the command, the excepthook writes only the reason, into `REFUSED`.
-    Otherwise the probe of `starter` then explains the exception, while its frames exist. After Ctrl-C, the
-    excepthook does nothing, because the command itself prints a line.
+    Then the probe of `starter` explains the exception, while its frames exist. If the script cannot run with the
+    options of the command, the excepthook only writes the reason into `REFUSED`. After Ctrl-C it does nothing, because
+    the command itself prints a line.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -333,7 +333,7 @@ def record(folder: str | None, probe: str, options: dict[str, Any], seed: int | 
 
     Args:
         folder: the folder of the run. The recording is written into a file in it, and so is the error of a script that
-            fails. None: there is no command that waits for them.
+            fails. None: no command waits for the recording or the error.
         file: without a folder, the file for the recording, or None.
         probe, options: the class of the probe, as `module:Class`, and its arguments.
         seed: the seed of random, numpy and torch; None leaves them alone.

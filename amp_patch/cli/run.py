@@ -136,8 +136,8 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 def _find_options_behind(command: list[str]) -> list[str]:
     """Return options after the script that the user probably meant for this command.
 
-    Many scripts for Apex have an option
-    --opt-level themselves: then their source contains "opt-level", or reads sys.argv.
+    --opt-level and --everywhere may be options of the script, as in many scripts for Apex. So they are left out if the
+    script's source contains their name or "argv".
     """
     given = {argument.partition("=")[0] for argument in command}
     misplaced = []

@@ -122,8 +122,8 @@ def check_is_named(arguments: argparse.Namespace) -> None:
 class ScriptRunner:
     """Runs the script that a command line names.
 
-    Each call runs it with the settings of a `Run`. If the `Run` has a level, this replaces the level of the command
-    line. If it has lists, these are added to the lists of the command line.
+    Each call runs it with the settings of a `Run`. A level of the `Run` replaces the level of the command line. Lists
+    of the `Run` are added to the lists of the command line.
 
     Reports a usage error for a script that does not exist, or options that cannot be used together.
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ..insight import FaultRecord, MisuseRecord, QuietRecord, RaisedRecord, Recording
 
 FAULT, TROUBLE = 1, 2
-"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: the
-script failed, or nothing could be checked.
+"""Exit codes. FAULT: something is reported, such as a value that does not fit. TROUBLE: the script failed, or nothing
+could be checked.
 """
 
 
@@ -132,7 +132,7 @@ class TracedRun:
     def report_none(self) -> int:
         """Print the result of a run without faults, with its quiet losses or its failure. Return the exit code.
 
-        Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended the run.
+        Prints nothing if all steps were skipped. Raises KeyboardInterrupt if Ctrl-C or SIGTERM ended the run.
         """
         from ..insight import note_float32
 

@@ -89,7 +89,7 @@ _OUTPUTS = ("fix", "html", "json", "jsonl", "out", "write")
 """The options that name a file to write."""
 
 _WRITTEN = (b"# amp-patch ", b'{"kind": ', b'[\n{"kind": ', b'{\n "holds": ')
-"""The beginnings of the lists, records and verdicts that commands write. Their HTML pages have `_TITLE`."""
+"""The beginnings of the lists, records and verdicts that commands write. Their pages in HTML contain `_TITLE`."""
 
 _TITLE = b"<title>amp_patch: "
 

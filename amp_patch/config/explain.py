@@ -57,16 +57,17 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Spellings of an op that follow the rule `left` in one list and the rule `right` in the other.
+    """What follows the rule `left` in one list and the rule `right` in the other: an op, or modules of a model.
 
     Attributes:
-        op: what differs:
-            "exp": all spellings of the op `exp`, or for "exp_", all that write in place.
-            "torch.Tensor.exp": this spelling only.
-            "modules decoder.*": the module rule for `decoder.*`. `left` and `right` are "low", "float32", or "unlisted"
-            where a list has no such rule.
-            "modules": only the order of the module rules. `left` and `right` are the rules in order.
+        op: one of
+            * "exp" or "exp_": the op, or its in-place twin, if all its spellings have these two rules;
+            * "torch.exp": one spelling, if not all spellings of its op have these two rules, or no bare name means it;
+            * "modules " and the chooser of a module rule, which says to which modules the rule applies;
+            * "modules", if only the order of the module rules differs.
         spellings: dotted names. Empty for module rules, and for an op that the running torch lacks.
+        left, right: for an op, a rule such as "whitelist", or "unlisted". For a module rule, "low", "float32" or
+            "unlisted". For an order, all the module rules of the list.
     """
 
     op: str
@@ -121,8 +122,8 @@ def explain_op(op: str, lists: OpLists) -> Explanation:
 def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
     """Return the differences between two lists, in the order of the left one.
 
-    In-place twins and augmented operators follow the rule of their op. If they differ only for this reason, they are
-    left out.
+    There are none if the lists have the same `OpLists.digest`, and only then. If the rules of an op differ, in-place
+    twins and augmented operators that differ only because of the op are left out.
     """
     left_rulings, right_rulings = _find_rulings(left), _find_rulings(right)
     by_op: dict[str, list[SpellingKey]] = {}
@@ -135,8 +136,9 @@ def compare(left: OpLists, right: OpLists) -> tuple[Difference, ...]:
 
 
 def find_changes(name: str) -> Iterator[Change]:
-    """Yield the `Change` at each version of torch that a bound in a shipped list names, the oldest version first.
-    `OLDEST_TORCH` and older ones are left out. A change may be empty.
+    """Yield the `Change` at each version of torch that `since` or `until` names in a shipped list, the oldest first.
+
+    `OLDEST_TORCH` and versions before it are left out. A change may have no differences.
     """
     lists = load_oplists(name)
     entries = [spelling.entry for spelling in (*lists.spellings, *lists.deferred, *lists.neutral)]
@@ -152,7 +154,7 @@ def find_changes(name: str) -> Iterator[Change]:
 
 
 def compare_missing(left: OpLists, right: OpLists) -> Iterator[Difference]:
-    """Yield the differences on ops that the running torch lacks, as in lists that are read for another version."""
+    """Yield the differences on ops that the running torch lacks. Lists for another version of torch name such ops."""
     left_rules = {entry.op: entry.rule.describe(entry.like) for entry in left.missing}
     right_rules = {entry.op: entry.rule.describe(entry.like) for entry in right.missing}
     for op in {**left_rules, **right_rules}:
@@ -193,10 +195,8 @@ def _compare_op(op: str, keys: list[SpellingKey], left: _Rulings, right: _Ruling
         only_follow_op = all(_is_from_op(key, plain, side) for key in inplace for side in (left, right))
         if differences and only_follow_op:
             continue  # they differ only because their op differs
-        # an op that exists in place only, under a dotted name
-        if op == ".".join(inplace[0]):
-            name = op
-        yield from _compare_keys(name, inplace, left, right)
+        is_dotted = op == ".".join(inplace[0])  # no bare name means this spelling
+        yield from _compare_keys(op if is_dotted else name, inplace, left, right)
 
 
 def _compare_keys(op: str, keys: list[SpellingKey], left: _Rulings, right: _Rulings) -> Iterator[Difference]:

@@ -90,8 +90,8 @@ class Diagnostics:
         self.is_collecting = is_collecting
         self.has_warned = False
         self.files: dict[Path, bytes] = {}
-        # An ordered set (the keys count): a file with an error is read again for each file that extends it, and then
-        # reports the same error again.
+        # A dict as an ordered set: its keys are the problems. A file with an error is read again for each file that
+        # extends it, and then reports the same error again.
         self._problems: dict[ListProblem, None] = {}
 
     def __enter__(self) -> None:
@@ -263,7 +263,7 @@ class OpEntry:
         since: the first version of torch to which the entry applies, such as "2.8"; empty for no bound.
         until: the first version of torch to which it no longer applies; empty for no bound.
         is_optional: torch may lack the op. If False, a missing op is an error, except in shipped lists.
-        like: the argument whose dtype the others take, for a rule with `takes_argument`; else empty.
+        like: the argument to whose dtype the other arguments are cast, under a rule with `takes_argument`; else empty.
     """
 
     op: str

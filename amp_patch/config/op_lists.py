@@ -85,7 +85,7 @@ class OpLists:
     Attributes:
         names: the lists as the caller named them.
         spellings: the functions to patch.
-        missing: entries whose op the running torch does not have.
+        missing: entries whose op the running torch, or an imported package, does not have.
         deferred: functions to patch once their package is imported.
         modules: rules for parts of a model. If several cover a module, the last one counts.
         digest: SHA-256 of the rules of functions and modules. Lists with the same rules have the same digest, whatever
@@ -119,7 +119,7 @@ def load_oplists(
 
     Args:
         may_be_overlay: the lists may be meant for use on top of others, although they are loaded alone here. Then a
-            neutral entry that takes nothing off causes no warning, unless an earlier file lists ops.
+            neutral entry for an op that no file lists causes a warning only if an earlier file lists other ops.
 
     Raises OpListError, with a location if the fault is in a file.
     """
@@ -220,7 +220,7 @@ def find_owner(spelling: Spelling) -> object | None:
     """Return the module or class that has the function of a deferred spelling, now that packages were imported.
 
     Return None if a later import may still define the function. Raises OpListError, with the location of the entry, if
-    none can.
+    no import can.
     """
     entry = spelling.entry
     try:
@@ -417,7 +417,7 @@ class Overlay:
 
     def _warn_of_version(self, entry: OpEntry, version: Version, is_shipped: bool) -> None:
         """Warn if the bounds of an entry exclude every torch (`OpEntry.find_warning`). When a user's file is checked,
-        also warn if they exclude only the version that it is read for.
+        also warn if they exclude the version of torch that it is read for.
         """
         reason = entry.find_warning()
         if reason is None and self._diagnostics.is_collecting and not is_shipped:
@@ -428,7 +428,7 @@ class Overlay:
     def _warn_of_neutral(
         self, entry: OpEntry, keys: Iterable[SpellingKey], named: Mapping[SpellingKey, Spelling]
     ) -> None:
-        """Warn if a neutral entry has no effect, because none of its functions was on a list, not even as a twin.
+        """Warn if a neutral entry has no effect: no list names one of its functions, or the op of an in-place function.
 
         `keys`: its spellings. `named`: the spellings of earlier entries of the same file.
         """
@@ -472,8 +472,8 @@ class Overlay:
 
 
 def _find_rule(spelling: Spelling) -> OpRule:
-    """Return the rule that a function follows. It is MATCH_SELF instead of the rule of the entry if the function writes
-    to its first argument, and that rule does not cover such functions: the write to a cast copy would be lost.
+    """Return the rule that a function follows: that of its entry, or MATCH_SELF if the function may write to its first
+    argument and the rule of its entry does not cover such functions. A write to a cast copy would be lost.
     """
     rule, key = spelling.entry.rule, (spelling.owner_name, spelling.name)
     may_write = is_inplace(key) or is_augmented(spelling.name)
@@ -481,7 +481,7 @@ def _find_rule(spelling: Spelling) -> OpRule:
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:
-    """Return the op whose in-place twin a spelling is: ("torch", "exp") for ("torch", "exp_"). Return others as is."""
+    """Return the op whose in-place twin a spelling is: ("torch", "exp") for ("torch", "exp_"). Return another as is."""
     return (key[0], get_name_of_op(key[1])) if is_inplace(key) else key
 
 

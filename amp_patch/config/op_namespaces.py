@@ -92,7 +92,7 @@ ALIASES_OF = {name: tuple(group.split()) for group in ALIAS_GROUPS for name in g
 
 OPERATORS = frozenset(name for name in ALIASES_OF if name.startswith("__")) | {SET_ITEM}
 
-# Functions that no list may name: a cast calls some of them, so their patches would call themselves for ever; others
+# Functions that no list may name. Some are called by casts, so a patch of them would call itself for ever. The others
 # are not ops.
 NEVER_LISTED = frozenset(
     {
@@ -124,7 +124,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)  # written in Pytho
 
 
 def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | None:
-    """Return why an attribute of torch is not an op, such as "a class", or None if it counts as one.
+    """Return why an attribute of torch is not an op, such as "a class". Return None if it counts as an op.
 
     Args:
         value: the attribute; also a replacement of torch's function, which amp_patch or another package has installed.

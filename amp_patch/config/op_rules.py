@@ -1,4 +1,4 @@
-"""`OpRule`: the rules for ops, with all properties of each rule. Most are keys of list files.
+"""`OpRule`: the rules for ops, with all properties of each rule. Most rules are keys of list files.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """
@@ -45,8 +45,8 @@ class OpRule(StrEnum):
         example: an entry of a list file.
         runs_in: "low" or "float32" if the rule casts arguments to that dtype. Empty if the dtypes of the arguments
             decide, or if nothing is cast.
-        opt_outs: the names of arguments that switch the rule off: if a call passes one of them, and not as None,
-            nothing is cast.
+        opt_outs: the names of arguments that switch the rule off: a call that passes one of them, with a value other
+            than None, casts nothing.
         covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
         covers_writes: the rule also holds for ops that write to their first argument. If False, such ops follow
             `match_self` instead, because a cast of the first argument would make them write to a copy.

@@ -278,8 +278,9 @@ class Policy:
     def get_max_attention_scores(self, device_type: str) -> int:
         """Return the number of attention scores (queries times keys) up to which attention is faster in float32.
 
-        Such attention is computed in float32. Returns 0 if there is none on this type of device, and under any
-        `compute` but "auto". If `computes_in_float32(device_type)`, all attention is computed in float32 anyway.
+        Attention with at most that many scores is computed in float32. Returns 0 if no attention is faster in float32
+        on this type of device, at a float32 level, and under any `compute` but "auto". If
+        `computes_in_float32(device_type)`, all attention is computed in float32 anyway.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":
@@ -302,7 +303,7 @@ class Policy:
     def describe(self) -> list[tuple[str, str]]:
         """Return the properties that have a value, as text: [("master_weights", "yes"), ...].
 
-        Leaves out `patch_torch_functions_type` without patches, and `compute` at a float32 level.
+        Leaves out properties without `is_described`, and those that have no effect at this level.
         """
         without_effect = set()  # properties that have a value, which nothing uses at this level
         if not self.patch_torch_functions:

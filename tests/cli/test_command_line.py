@@ -34,7 +34,7 @@ WRONG = {
     "compare train.py --runs O1,o2": ("amp-patch compare", "argument --runs: 'o2' is not an opt_level"),
     "compare train.py --opt-level O1": ("amp-patch compare", "name levels with --runs"),
     # op lists
-    "trace train.py --lists flaot16": ("amp-patch trace", f"({LISTS}), and not a path: paths end in .yaml or .yml."),
+    "trace train.py --lists flaot16": ("amp-patch trace", f"({LISTS}); a path must end in .yaml or .yml."),
     "tune train.py --extends mien.yaml": ("amp-patch tune", "no such file. Did you mean 'mine.yaml'?"),
     "compare train.py --runs O4+none.yaml": ("amp-patch compare", "'none.yaml': no such file."),
     # options

@@ -1,7 +1,7 @@
 """Sets up a script for `amp-patch run` and the other commands that run scripts.
 
-Python imports a module named `sitecustomize` when it starts. Such a command puts the folder of this file at the front
-of PYTHONPATH. So the Python that it starts imports this file, and so can the Pythons that the script starts.
+Python imports a module named `sitecustomize` when it starts. A command that runs a script puts the folder of this file
+at the front of PYTHONPATH. So the script's Python imports this file, and so can the Pythons that the script starts.
 
 This module can install amp_patch's stand-in for `apex`, redirect the files that the script writes, apply op lists to
 its use of torch.autocast, and start a recording. Then it runs the `sitecustomize` that Python would have imported
@@ -22,7 +22,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 def _start():  # type: () -> None
     """Set up this Python for the command that started it, directly or through the script.
 
-    Do nothing in a Python that no such command started, and in one that is too old for this package.
+    Do nothing in a Python that no command of amp-patch started, and in one that is too old for this package.
     """
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
     if settings is None or sys.version_info < (3, 11):
