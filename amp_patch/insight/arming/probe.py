@@ -1,5 +1,6 @@
-"""`Armed`: watches a run at its full speed, and repeats a step that goes wrong under a tracer. `armed` does so for a
-block of code.
+"""`Armed` watches a run at full speed. If a step goes wrong, `Armed` repeats the step under a tracer.
+
+`armed` does so for a block of code.
 """
 
 import contextlib
@@ -44,9 +45,13 @@ _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
 """Whether a step with trouble counts as skipped; None if the run stops before the step."""
 
 _MOST_REPORTS = 5
+"""The largest number of reports that are printed in a run."""
+
 _MOST_REPEATED = 64
-"""The largest number of steps that are repeated in a run: a repetition takes longer than a step, and lasting trouble is
-the same in all of them. A step that stops the run is repeated nevertheless."""
+"""The largest number of steps that are repeated in a run: a repetition takes longer than a step, and trouble that lasts
+gives the same report each time. With `then="stop"`, later steps are repeated, too, except skipped steps without a known
+bad loss.
+"""
 
 
 class Armed(Probe):
@@ -56,9 +61,9 @@ class Armed(Probe):
         on_end: called after trouble with `then="stop"`.
         then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run, and
             stops watching if it changes weights.
-        every: as for `TroubleWatch`.
+        every: see `TroubleWatch`.
         record: record magnitudes in one step of so many; 0: in none.
-        ignore: as for `FaultFinder`.
+        ignore: names of ops whose values are always accepted.
         tell: prints a report.
     """
 
@@ -155,7 +160,7 @@ class Armed(Probe):
         if session is None or self.is_over:
             return
         self._watch.leave()
-        if self._tape.is_over and id(optimizer) in self._stepped:  # a step whose calls were not seen
+        if self._tape.is_over and id(optimizer) in self._stepped:  # it steps again without a new call on the tape
             self._tape.clear()
         if self._sampler is not None:
             self._sampler.look_at_gradients(optimizer)
@@ -326,7 +331,7 @@ class Armed(Probe):
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record and print trouble. Return the report.
 
-        Do nothing and return "" if trouble at this place, or at `_MOST_REPORTS` others, was printed before.
+        Do nothing and return "" if trouble at the same place was printed before, or after `_MOST_REPORTS` reports.
         """
         # without a fault, the symptom stands for the place
         place: tuple[object, ...] = (record.symptom,)
@@ -383,9 +388,9 @@ def _print(text: str) -> None:
 def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
-    A step has gone wrong if its loss is not finite, if a dynamic loss scale skips it as the third in a row or at a
-    scale below 1, or, without such a scale, if a gradient is not finite. On a GPU, losses are read only without such a
-    scale. A report is printed to stdout.
+    Without a dynamic loss scale, a step has gone wrong if its loss or a gradient is not finite. With a dynamic loss
+    scale, a step has gone wrong if its loss is not finite, or if it is at least the third in a row that is skipped, or
+    is skipped at a scale below 1; on a GPU, losses are then not read. A report is printed to stdout.
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no

@@ -1,6 +1,6 @@
 """`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at the ops, and finds the faults.
 
-Gradients, buffers and random numbers are then as they were before the repetition.
+Afterwards, gradients, buffers and random numbers are as they were before the repetition.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ class Replayed:
     """The result of a replay, apart from the faults.
 
     Attributes:
-        differences: what was not as the first time, or could not be followed.
+        differences: what was not as in the first run of the step, and what the tape could not follow.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        micro_batch: the number of a loss, from 0: the first fault came in its forward or backward pass. None if no
-            fault came in these passes.
+        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came. None if no
+            fault came in a pass that has a loss.
         micro_batches: the number of losses in the step.
         is_repeated: False if this step was not repeated, because the step before made weights that are not finite.
     """
@@ -239,7 +239,7 @@ class Replay:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with the first ones, as far as these are still alive and unchanged."""
+        """Compare the results of a call with those of the first run that are still alive and unchanged."""
         for (reference, version), result in zip(call.made, results, strict=False):
             first = reference()
             if first is None or first is result or read_version(first) != version:

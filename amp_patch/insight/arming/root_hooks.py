@@ -1,5 +1,6 @@
-"""`RootHooks`: hooks of the outermost module that runs, the root, in the place of global hooks. torch calls modules
-faster if no global hook is on.
+"""`RootHooks`: while the outermost module (the root) runs, replaces the global hooks by hooks of this module.
+
+torch calls modules faster if no global hook is on.
 """
 
 import sys
@@ -62,8 +63,12 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
-        The global hooks stay on if turning them off could hide a call in another thread, or make torch.compile compile
-        a function again; for a ScriptModule; and if the hooks of an earlier root are still on, which are turned off.
+        The global hooks stay on in four cases:
+
+        - Several threads have called models: a call in another thread would not be seen.
+        - torch.compile has compiled a function, which it might compile again.
+        - The root is a ScriptModule.
+        - The hooks of an earlier root are still on. They are turned off.
         """
         if self._stale is not None:  # torch may have listed its hooks already, and would call them in this call
             self._turn_stale_off()
@@ -80,7 +85,7 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on and the root's own off. While an exception is handled, its own stay on.
+        """Turn the global hooks on and the root's own off. While an exception is handled, the root's own stay on.
 
         Harmless twice.
         """

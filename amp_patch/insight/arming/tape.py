@@ -106,9 +106,9 @@ class Given:
 class Tape:
     """The calls of a step, in order.
 
-    They stay after the step, until the next call: another optimizer may step with gradients of the same calls. Even
-    then, calls are set aside whose results may still go backward. They come back if a call of a later step uses them: a
-    GAN calls its generator once, for the steps of both optimizers.
+    They stay after the step, until the next call: another optimizer may step with gradients of the same calls. The next
+    call sets aside the calls whose results may still go backward. They come back if a call of a later step uses their
+    results: a GAN calls its generator once, for the steps of both optimizers.
     """
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class Tape:
         return known or Given(tensor, read_version(tensor))
 
     def note_gradient(self, made: Made, gradient: Tensor) -> None:
-        """Keep the gradient of a model's result, if code whose calls are not on the tape took part. A tensor hook."""
+        """Keep the gradient of a model's result, if the backward pass goes through calls not on the tape. A hook."""
         last = self.calls[-1] if self.calls else None
         if last is not None and last.kind is Kind.BACKWARD and last.is_cut:
             last.arrived.append((made, gradient.detach()))

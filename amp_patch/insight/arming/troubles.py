@@ -15,7 +15,7 @@ from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
 """This many skipped steps in a row are trouble. Fewer are a dynamic loss scale's search for a value that fits, as long
-as it is at least 1 and no loss is known to be inf or NaN.
+as the scale is at least 1 and no loss is known to be inf or NaN.
 """
 
 
@@ -23,7 +23,7 @@ class Trouble(NamedTuple):
     """What is wrong in a step.
 
     Attributes:
-        symptom: in words.
+        symptom: what is wrong, in words.
         loss: the loss that is not finite; None if none is known.
         is_skipped: whether a dynamic loss scale skips the step.
     """
@@ -94,7 +94,7 @@ class TroubleWatch:
     def note_loss(self, loss: Tensor) -> None:
         """Note a loss of one element. On a CPU it is read now.
 
-        On other devices, `judge` reads it once it finds inf or NaN, but not under a dynamic loss scale.
+        On other devices, `judge` reads it if it finds inf or NaN in the step, except under a dynamic loss scale.
         """
         if loss.numel() != 1:
             return
@@ -137,7 +137,7 @@ class TroubleWatch:
             return self._judge_skips(session, optimizer, flags)
         is_due = self._steps[id(optimizer)] % self._every == 0
         self._steps[id(optimizer)] += 1
-        # flags of a static scale do not skip the step, but show what a norm would
+        # flags of a static scale do not skip the step, but tell of inf and NaN, as norms of the gradients would
         if self.bad_loss is None and is_due:
             is_bad = any(map(bool, flags)) or _has_bad_values(optimizer, self._of_step, has_flags=bool(flags))
             for value in self._of_step if is_bad else ():
@@ -176,8 +176,8 @@ def _ordinal(number: int) -> str:
 def _has_bad_values(optimizer: Optimizer, losses: list[Tensor], *, has_flags: bool) -> bool:
     """Return whether a gradient of an optimizer or a loss is not finite.
 
-    Waits once for each device, and more often if their sum is not finite. With `has_flags`, only losses are looked at,
-    because the flags tell of gradients.
+    Waits once for each device, and more often if the sum of losses and norms is not finite. With `has_flags`, only
+    losses are looked at: the caller has read the flags, which tell of the gradients.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [value.reshape(()).float() for value in losses]

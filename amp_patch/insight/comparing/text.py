@@ -170,7 +170,7 @@ def judge_runs(comparison: Summary) -> list[Judged]:
 def _name_trace(run: str, command_of_compare: str) -> str:
     """Return the command that traces a run, without the script: "amp-patch trace --opt-level O4" for O4.
 
-    The name of a run does not tell the folders of its lists, so they are not spelled out.
+    The name of a run has the names of its lists without their folders, so the command cannot spell out `--lists`.
     """
     level, *lists = run.partition(" (")[0].split("+")  # runs at the same level are "O4", "O4 (2)", ...
     command = "amp-patch trace"
@@ -222,15 +222,15 @@ def footnotes(comparison: Summary, *, has_zeros: bool = True) -> Iterator[str]:
     if has_zeros:
         zero = "zero: gradients in the first step that become zero in the low dtype"
         if _have_scales(rows):
-            zero += ", without a loss scale and with the scale of the last step"
+            zero += "; unscaled: without a loss scale; scaled: with the scale of the last step"
         yield zero
     yield "worst op: the op that adds the most error in 16 bits, from the inputs that it has in the first step"
     for worst, names in _group_worst(rows).items():
         yield f"  {', '.join(names)}: {worst}"
     if any(row.run.kept is not None for row in rows):
         yield (
-            "updates kept: the share of the changes of 16-bit tensors that is stored, or how far they are off, where"
-            " too much is lost"
+            "updates kept: the share of changed elements of 16-bit tensors whose change is stored; N% off: most are"
+            " stored, with this relative error"
         )
     for row in rows:
         if row.run.kept_worst:
