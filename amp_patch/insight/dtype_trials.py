@@ -141,7 +141,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy in the dtype to which `dtypes` maps the tensor's dtype. If it is not there, keep the dtype."""
+    """Return a copy in the dtype to which `dtypes` maps the tensor's dtype. A dtype that `dtypes` lacks is kept."""
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 

@@ -406,9 +406,9 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _may_run_again(function: Any) -> bool:
     """Return whether a second call is taken to have no effect of its own.
 
-    True for methods of tensors, modules of torch without buffers or modules of the script inside, functions of
+    True for methods of tensors, modules of torch that hold neither buffers nor modules of the script, functions of
     amp_patch, of torch and of packages whose names begin with "torch", and callable objects that are neither Python
-    functions nor classes, as functions in C.
+    functions nor classes, such as functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor

@@ -119,7 +119,7 @@ class ModuleRecord:
         output: the norm of the output of the first call with gradients.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
-        last_gradient, last_update: the same in the last step.
+        last_gradient, last_update: the same norms in the last step.
         of_weights, of_output, of_gradient: the sketches (see `ModuleNumbersRecord`) from which the norms `weights`,
             `output` and `gradient` are computed, as `pack` writes them. For these three, a check compares sketches.
     """

@@ -19,8 +19,8 @@ from .op_differences import Moved, OpDifferences, find_differences, is_cast
 from .upgrades import Upgrade
 
 LEAST_EQUAL = 0.5
-"""A script with another name than the contract's counts as another script if it shares less of the calls of ops with
-the contract. The dtypes of the calls do not matter.
+"""A script with another name than the contract's counts as another script if a smaller share than this of the calls of
+ops is equal in both. The dtypes of the calls do not matter.
 """
 
 GROWN = 2.0

@@ -182,9 +182,9 @@ class Assessment:
         return ""
 
     def _count_dropped(self) -> int:
-        """Return how many batches more than in the reference are used by no step; 0 if they are only a few.
+        """Return how many batches no step uses; 0 if they are only a few.
 
-        In the reference, several batches may belong to each step, by gradient accumulation.
+        Each step counts for as many batches as in the reference: several with gradient accumulation.
         """
         reference = self._reference_row
         if not (reference.batches and reference.steps and self.row.batches):

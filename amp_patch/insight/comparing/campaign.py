@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
     Attributes:
         runs: the settings of each run, by name.
-        native_runs: the runs to make instead if the first run shows no `amp.initialize`.
+        native_runs: the runs to make instead if the first run does not call `amp.initialize`.
         low_runs: the runs to make instead if the first run shows 16-bit weights, and no amp.
         reference: the name of the run with which the others are compared.
         steps: the number of steps of a run.

@@ -27,7 +27,7 @@ RANDOM = frozenset(
 """Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
 _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""Functions that do so only on a GPU, because a kernel there draws several numbers at once."""
+"""Functions that draw other random numbers only on a GPU, where a kernel draws several numbers at once."""
 
 
 class LowOps:
@@ -101,8 +101,8 @@ class LowOps:
 class OpErrors(LowOps):
     """Measures the error of each op of a step in float16 and in bfloat16, if its result is float32.
 
-    The script gets this result. Beside it, a `Shadow` for each 16-bit dtype runs the call on inputs that are rounded to
-    this dtype. Nothing is measured if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
+    The script gets the float32 result. In addition, a `Shadow` for each 16-bit dtype runs the call on inputs that are
+    rounded to this dtype. Nothing is measured if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
     """
 
     def __init__(self) -> None:

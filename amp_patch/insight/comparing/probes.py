@@ -50,7 +50,7 @@ class CurveProbe(Probe):
         steps: the number of steps to watch.
         is_noise: whether to move each weight by one unit in the last place, at first and after each step. The time that
             this takes does not count.
-        is_frozen: whether to put the weights of before the first step back after each step.
+        is_frozen: whether to put back, after each step, the weights from before the first step.
         on_end: called after the last step.
     """
 
@@ -213,7 +213,7 @@ class _FirstWeights:
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
-        """Put the weights of this optimizer back. Leave others alone: a graph that is still alive may hold them."""
+        """Put the weights of this optimizer back. A live graph may hold the weights of other optimizers."""
         for weight, value in self._kept.get(id(optimizer), ()):
             weight.copy_(value)
         current.require().sync()
@@ -313,7 +313,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step. While updates are followed, tell their watch of each step."""
+        """Sample the gradients before the first step. While updates are followed, tell `QuietWatch` of each step."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:

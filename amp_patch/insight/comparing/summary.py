@@ -16,8 +16,8 @@ LAST_STEPS = 20
 
 
 MOST_KEPT = 0.5
-"""If a larger share of the elements of lost updates is stored, a verdict gives the error of the updates, and not this
-share.
+"""If the tensors that lose updates store more than this share of the changes of their elements, a verdict gives the
+error of the updates instead of the share.
 """
 
 
