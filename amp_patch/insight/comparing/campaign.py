@@ -227,7 +227,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails at the reference. Return if it ended without an error or a step."""
+        """Raise the error of a training that fails at the reference. Return if it raised none and took no step."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return

@@ -102,7 +102,8 @@ class OpErrors(LowOps):
     """Measures the error of each op of a step in float16 and in bfloat16, if its result is float32.
 
     The script gets the float32 result. In addition, a `Shadow` for each 16-bit dtype runs the call on inputs that are
-    rounded to this dtype. Nothing is measured if gradients are disabled, or if a second call would differ (see `Shadow.run_low`).
+    rounded to this dtype. Nothing is measured if gradients are disabled, or if a second call would differ (see
+    `Shadow.run_low`).
     """
 
     def __init__(self) -> None:
