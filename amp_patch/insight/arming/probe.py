@@ -389,8 +389,8 @@ def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequ
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
     Without a dynamic loss scale, a step has gone wrong if its loss or a gradient is not finite. With a dynamic loss
-    scale, a step has gone wrong if its loss is not finite, or if it is at least the third in a row that is skipped, or
-    is skipped at a scale below 1; on a GPU, losses are then not read. A report is printed to stdout.
+    scale, a step has gone wrong if its loss is not finite (losses on a GPU are not read), if it is the third skipped
+    step in a row or a later one, or if it is skipped at a scale below 1. A report is printed to stdout.
 
     Args:
         then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
