@@ -45,7 +45,7 @@ class Diagnosis(abc.ABC):
 
     @abc.abstractmethod
     def find_remedy(self, fault: FaultRecord, run: RunRecord | None) -> Remedy:
-        """Return the remedy. If it has a list, this extends the last list of the run, or else a shipped list."""
+        """Return the remedy. A list in it extends the last list of the run, or a shipped list if the run has none."""
 
 
 class _CameIn(Diagnosis):

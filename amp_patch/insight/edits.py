@@ -19,7 +19,7 @@ _ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, 
 """The trials, the one with the best edit first."""
 
 _FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
-"""The trials to prefer for a call whose backward pass raised: it is most often a loss, which is better in float32."""
+"""The trials to prefer for a call whose backward pass raised: most often a loss function, better in float32."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""`Armed`: watches a run at its full speed, and repeats a step that goes wrong under a tracer. `armed` does so for a
-block of code.
+"""`Armed` watches a run at full speed. If a step goes wrong, `Armed` repeats the step under a tracer.
+
+`armed` does so for a block of code.
 """
 
 import contextlib
@@ -44,6 +45,8 @@ _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
 """Whether a step with trouble counts as skipped; None if the run stops before the step."""
 
 _MOST_REPORTS = 5
+"""The largest number of reports that are printed in a run."""
+
 _MOST_REPEATED = 64
 """The most steps that are repeated in a run. A repetition takes longer than a step, and lasting trouble is the same in
 all of them. A step that stops the run is always repeated.
@@ -57,9 +60,9 @@ class Armed(Probe):
         on_end: called after trouble with `then="stop"`.
         then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run, and
             stops watching if it changes weights.
-        every: as for `TroubleWatch`.
+        every: see `TroubleWatch`.
         record: record magnitudes in one step of so many; 0: in none.
-        ignore: as for `FaultFinder`.
+        ignore: names of ops whose values are always accepted.
         tell: prints a report.
     """
 

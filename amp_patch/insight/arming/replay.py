@@ -1,6 +1,6 @@
 """`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at the ops, and finds the faults.
 
-Gradients, buffers and random numbers are then as they were before the repetition.
+Afterwards, gradients, buffers and random numbers are as they were before the repetition.
 """
 
 import contextlib
@@ -240,7 +240,7 @@ class Replay:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with the first ones, as far as these are still alive and unchanged."""
+        """Compare the results of a call with those of the first run that are still alive and unchanged."""
         for (reference, version), result in zip(call.made, results, strict=False):
             first = reference()
             if first is None or first is result or read_version(first) != version:

@@ -19,7 +19,9 @@ from ...session import Session
 from ...torch_private import BatchNormBase, get_own_buffers, get_version
 
 _SCANNED_CALLS = 3
-"""The number of calls of a model in which all its modules are compared, to find those that a forward pass changes."""
+"""In this many first calls of a model, all its modules are compared with their states before the call, to find those
+that a forward pass changes.
+"""
 
 
 class Surroundings(NamedTuple):
@@ -84,7 +86,7 @@ class RandomState:
     """The states of the generators of random numbers.
 
     Args:
-        device_type: the type of the device whose generator is read beside the CPU's. Nothing waits for the device.
+        device_type: the type of the device whose generator is read as well as the CPU's. Nothing waits for the device.
         has_python: read the generators of Python and numpy, too. This takes 60 us, too long for each step.
     """
 

@@ -23,7 +23,7 @@ class Trouble(NamedTuple):
     """What is wrong in a step.
 
     Attributes:
-        symptom: in words.
+        symptom: what is wrong, in words.
         loss: the loss that is not finite; None if none is known.
         is_skipped: whether a dynamic loss scale skips the step.
     """

@@ -33,9 +33,7 @@ order, their sum usually changes by a smaller share.
 """
 
 WIDEST = 0.5
-"""A number with a wider band, relative to the size of the number, is not promised: hardly any mistake would leave the
-band.
-"""
+"""A number is not promised if its band is more than this share of it: hardly any mistake would leave the band."""
 
 MOST_AT_START = 0.1
 """If two runs with the same seed differ by more than this share in a module's first weights or first output, no number
@@ -105,9 +103,9 @@ class Variants:
         self._floor = FLOORS.get(low, FLOAT32_FLOOR)
 
     def find_problem(self) -> str:
-        """Return the message that no number can be promised, because two runs with the same seed start differently.
+        """Return a message if two runs with the same seed start differently, so that no number can be promised.
 
-        "" if they start alike, or there are no variants.
+        Returns "" if they start alike, or if there are no variants.
         """
         if not self._variants:
             return ""

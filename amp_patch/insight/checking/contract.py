@@ -119,7 +119,7 @@ class ModuleRecord:
         output: the norm of the output of the first call with gradients.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
-        last_gradient, last_update: the same in the last step.
+        last_gradient, last_update: the same norms in the last step.
         of_weights, of_output, of_gradient: the sketches (see `ModuleNumbersRecord`) from which the norms `weights`,
             `output` and `gradient` are computed, as `pack` writes them. For these three, a check compares sketches.
     """
@@ -259,7 +259,7 @@ class Contract:
 
 
 def _find_problem(line: ContractLine | None) -> str:
-    """Return what is wrong with the values of a record, as after an edit by hand; "" if nothing is."""
+    """Return what is wrong with the values of a record, which may be edited by hand; "" if nothing is."""
     bands: list[float | None] = []
     if isinstance(line, ContractRecord) and (line.schema < 1 or line.steps < 2):
         return f"schema {line.schema} and {line.steps} steps"
@@ -277,7 +277,7 @@ def _find_problem(line: ContractLine | None) -> str:
         if len(bands) != len(line.values):
             return f"{line.name} has {len(line.values)} values and {len(bands)} bands"
     if any(band is not None and not 0 <= band < math.inf for band in bands):
-        return f"{line.module if isinstance(line, ModuleRecord) else 'a curve'} has a band that is no width"
+        return f"{line.module if isinstance(line, ModuleRecord) else 'a curve'} has a band that is negative, inf or NaN"
     return ""
 
 

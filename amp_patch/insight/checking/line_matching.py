@@ -32,9 +32,9 @@ class Line(NamedTuple):
 def match_lines(before: Sequence[ContractOp], after: Sequence[ContractOp]) -> tuple[dict[str, Line], dict[str, Line]]:
     """Return the lines of two runs, each run's by `ContractOp.site`. Ops without a site have no line.
 
-    If a diff finds no more equal lines than have the same site, lines with the same site are partners, and the equal
-    ones are anchors. Otherwise the equal lines of the diff are anchors, and lines between two anchors are partners, in
-    order, where both runs have equally many.
+    Lines with the same site are partners, and the equal lines among them are anchors, unless a diff finds more pairs of
+    equal lines. In that case, the pairs of the diff are the anchors. Lines between two anchors are then partners, in
+    order, if both runs have equally many of them.
     """
     old, new = _list_lines(before), _list_lines(after)
     old_sites, new_sites = list(old), list(new)

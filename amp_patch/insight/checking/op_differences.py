@@ -1,9 +1,9 @@
 """`find_differences`: the ops on which two runs differ. Moved lines and renamed modules are no differences.
 
 Ops are compared module by module. First, modules of one run get partners in the other (see `_match_modules`). Calls
-without a partner there are compared a second time, as if all of them were in one module, because a module may have been
-split, or joined with another. Calls on the same line of the script are compared before calls on different lines (see
-`match_lines`). Importing this does not import torch.
+without a partner in the other module are compared a second time, as if all of them were in one module, because a module
+may have been split, or joined with another. Calls on the same line of the script are compared before calls on different
+lines (see `match_lines`). Importing this does not import torch.
 """
 
 import difflib
@@ -29,8 +29,7 @@ class Moved(NamedTuple):
     """Calls of an op in the first run, and the corresponding calls in the second.
 
     In `OpDifferences.moved`, the two have other dtypes or another rule. In `OpDifferences.changed`, they have other
-    constants: numbers and words among the arguments. There, the `constants` of each are only those that the other
-    lacks.
+    constants (numbers and words among the arguments), and the `constants` of each are only those that the other lacks.
     """
 
     before: ContractOp
@@ -246,8 +245,9 @@ def _compare_op(
     """Compare the calls of one op in two runs, and return the calls without a partner.
 
     The partner of a call is, in this order: a call on the same line; an equal call on any line; a call between the same
-    anchors (`match_lines`), if the runs have equally many there. Other calls are paired only if each run has the op on
-    a single line (`is_only_line`), or if a line is not known. Otherwise, it is not sure that they belong together.
+    anchors (`match_lines`), if both runs have equally many calls between them. Other calls are paired only if each run
+    has the op on a single line (`is_only_line`), or if a line is not known. Otherwise, it is not sure that the calls
+    belong together.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
     if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):
@@ -274,6 +274,7 @@ def _count_by_gap(calls: Sequence[_Call]) -> Counter[int | None]:
 
 
 def _gap(call: _Call) -> int | None:
+    """Return the number of the anchors between which the line of a call is (see `Line.gap`)."""
     return None if call.line is None else call.line.gap
 
 

@@ -184,8 +184,8 @@ class _ModuleNumbers:
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them.
 
-        The first gradients that count belong to the first step in which all are finite. Otherwise the step may be
-        skipped, and clipping by an infinite norm may have made its finite gradients zero.
+        Sketches are made in a step only if all its gradients are finite: other steps may be skipped, and clipping by an
+        infinite norm may have made their finite gradients zero.
         """
         self._stepped.update(map(id, parameters))
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]

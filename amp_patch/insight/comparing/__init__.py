@@ -29,13 +29,14 @@ def compare(
     O5; if `train` uses torch.autocast, for as-is, O0, O1 and O4; if it makes its weights 16-bit itself, for O0 and the
     unchanged script.
 
-    Each run trains once from each seed (the reference twice, and once more from the first), and once for a few steps to
-    measure layers, memory and updates. The seeds end early if the reference has the same losses from two of them.
+    Each run trains once from each seed, and once more for a few steps to measure layers, memory and updates. The
+    reference trains twice from each seed, and a third time from the first seed. No further seeds are run if the
+    reference has the same losses from two of them.
     `train` writes its files in each run.
 
     Raises SessionError if a session is in force, if no run took a step, or if the reference fails in float32 for a
     reason that has nothing to do with dtypes. Other runs that fail have their reasons in their rows.
-    Raises PolicyError for a level that there is not, OpListError for a list that cannot be read, and ArgumentTypeError
+    Raises PolicyError for an unknown level, OpListError for a list that cannot be read, and ArgumentTypeError
     or ArgumentValueError for other wrong arguments.
     """
     from ...config import levels, load_oplists  # imports torch

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
     Attributes:
         runs: the settings of each run, by name.
-        native_runs: the runs to make instead if the first run shows no `amp.initialize`.
+        native_runs: the runs to make instead if the first run does not call `amp.initialize`.
         low_runs: the runs to make instead if the first run shows 16-bit weights, and no amp.
         reference: the name of the run with which the others are compared.
         steps: the number of steps of a run.
@@ -227,7 +227,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails at the reference. Return if it ended without an error or a step."""
+        """Raise the error of a training that fails at the reference. Return if it raised none and took no step."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return

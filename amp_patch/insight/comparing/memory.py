@@ -92,7 +92,7 @@ class _Counting(TorchDispatchMode):
         self.peak = max(self.peak, self._in_use)
 
     def _add(self, storage: Any, key: int, size: int) -> None:
-        # not a Python function, because a Ctrl-C during its call would be lost
+        # the callback is no Python function, because a Ctrl-C during its call would be lost
         reference = weakref.ref(storage, self._freed.append)
         self._known[key], self._sizes[reference] = reference, (key, size)
         self._in_use += size

@@ -313,7 +313,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step. While updates are followed, tell their watch of each step."""
+        """Sample the gradients before the first step. While updates are followed, tell `QuietWatch` of each step."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
