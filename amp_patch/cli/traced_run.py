@@ -146,7 +146,8 @@ class TracedRun:
             print_report("\n".join([f"every value fits, in {count_of(fitting, 'step')}", *notes]), [is_good])
             self.print_quiet()
             code = FAULT if self.quiet else 0
-        elif self.quiet:  # the script has failed, or no step was checked: it may change weights without an optimizer
+        # the script has failed, or no step was checked, as in a script that changes weights without an optimizer
+        elif self.quiet:
             self.print_quiet()
             code = FAULT
         else:
@@ -204,7 +205,7 @@ def run_traced(
         "ignore": arguments.ignore,
         "counts_skipped": arguments.steps is not None,
     }
-    # If the runner redirects the files of the script, they go to a folder of this name, over the files of the last run.
+    # If the runner keeps the files of the script in a scratch folder, each run replaces the folder "last-run".
     run = Run("tracer:Tracer", options, settings or Settings(), name="last-run")
     watched = runner.watch(run, until=lambda recording: bool(recording.faults or recording.raised))
     return TracedRun(watched, first, arguments.parser.prog)

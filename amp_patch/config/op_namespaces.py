@@ -41,8 +41,8 @@ SET_ITEM = "__setitem__"
 # bool for a whole tensor), inv_ex and the other _ex forms (they also return an error code), sum and nansum, var and
 # var_mean (another function).
 # Some names mean different functions in torch and torch.linalg (norm, cross, lu_solve, vander). One bare name still
-# means both, because both read the same data with the same range, so one rule fits. torch.cond (control flow) and
-# torch.solve (a function that only raises an error) are not ops, and no name matches them.
+# means both, because a dtype that suits one of them suits the other. torch.cond (control flow) and torch.solve (a
+# function that only raises an error) are not ops, and no name matches them.
 ALIAS_GROUPS = (
     # arithmetic: functions, and their operators in plain, reflected (`__radd__`) and augmented (`__iadd__`) form
     "add __add__ __radd__ __iadd__",
@@ -142,10 +142,11 @@ def explain_non_op(value: Any, name: str, *, module_name: str = "") -> str | Non
         # judge the original of a replacement: the replacement is a Python function, even if the original is a builtin
         value = inspect.unwrap(value)
     module = getattr(value, "__module__", None) or ""
-    # functions only: a mock, whose class is in the standard library, stands for a function of torch
+    # Only functions are looked at. The class of a mock is in the standard library, too, but the mock stands for a
+    # function of torch.
     if isinstance(value, _FUNCTIONS) and module.partition(".")[0] in sys.stdlib_module_names:
         return f"a function of {module}, not of torch"
-    # most of torch's ops are written in C; of its Python functions, only those of some modules are ops
+    # Most ops of torch are written in C++. Some functions in C++ and most functions in Python are helpers instead.
     if isinstance(value, types.FunctionType):
         is_helper = _is_helper_of_torch(value, module_name)
     else:
@@ -173,7 +174,7 @@ def _is_helper_of_torch(function: types.FunctionType, module_name: str) -> bool:
 def get_op_names() -> tuple[str, ...]:
     """Return the names for ops in `NAMESPACES` that a list may use: bare names, then dotted ones, each sorted.
 
-    Private names of torch are left out.
+    Functions whose own name begins with an underscore are left out.
     """
     bare: set[str] = set()
     dotted: set[str] = set()

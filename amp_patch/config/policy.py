@@ -76,7 +76,7 @@ class DynamicScale:
 
     init: float = _setting(INIT_SCALE, _is_valid_scale, "a finite positive number")
     growth_factor: float = _setting(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
-    backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, and neither")
+    backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "greater than 0 and smaller than 1")
     growth_interval: int = _setting(2000, _is_count, f"a whole number from 1 to {MAX_COUNT}")
     hysteresis: int = _setting(1, _is_count, f"a whole number from 1 to {MAX_COUNT}")
 
@@ -278,9 +278,10 @@ class Policy:
     def get_max_attention_scores(self, device_type: str) -> int:
         """Return the number of attention scores (queries times keys) up to which attention is faster in float32.
 
-        Attention with at most that many scores is computed in float32. Returns 0 if no attention is faster in float32
-        on this type of device, at a float32 level, and under any `compute` but "auto". If
-        `computes_in_float32(device_type)`, all attention is computed in float32 anyway.
+        Attention with at most that many scores is computed in float32.
+
+        Returns 0 if no attention is faster in float32 on this type of device, at a float32 level, and for any `compute`
+        but "auto". Also returns 0 if `computes_in_float32(device_type)`, because all attention runs in float32 then.
         """
         low = self.low_dtype
         if low is None or self.compute != "auto":

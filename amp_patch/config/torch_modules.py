@@ -19,22 +19,22 @@ from ..errors import OpListError, did_you_mean
 from .op_namespaces import NAMESPACES, explain_non_op
 
 _WITHOUT_OPS = {
-    "send tensors to other processes or devices": "distributed cuda nn.parallel",
-    "take models, optimizers or programs": (
+    "other processes and devices": "distributed cuda nn.parallel",
+    "models, optimizers and programs": (
         "ao autograd compiler export fb func futures fx hub jit library nativert nn.modules nn.parameter nn.utils onnx"
         " optim overrides package profiler quantization return_types types utils"
     ),
-    "set initial values": "nn.init",
-    "run kernels": "classes ops",
-    "take quantized tensors": "nn.intrinsic nn.qat nn.quantizable nn.quantized",
-    "create tensors": "distributions quasirandom random signal",
-    "control devices, files or processes": (
+    "initial values": "nn.init",
+    "calls of single kernels": "classes ops",
+    "quantized tensors": "nn.intrinsic nn.qat nn.quantizable nn.quantized",
+    "random numbers and new tensors": "distributions quasirandom random signal",
+    "devices, files and processes": (
         "accelerator amp backends contrib cpu monitor mps mtia multiprocessing nn.backends nn.cpp numa serialization"
         " storage testing version xpu"
     ),
 }
-_REASONS = {f"torch.{name}": reason for reason, names in _WITHOUT_OPS.items() for name in names.split()}
-"""Modules of torch whose functions are not ops, each with a phrase for errors that says what its functions do."""
+_TOPICS = {f"torch.{name}": topic for topic, names in _WITHOUT_OPS.items() for name in names.split()}
+"""Modules of torch whose functions are not ops, each with its topic, for errors."""
 
 _DEFINITION = re.compile(r"^(def|class) (\w+)", re.MULTILINE)
 
@@ -47,7 +47,8 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
         owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
         name: the function in it, such as "flex_attention".
 
-    Raises LookupError if torch has no such module or function, and OpListError if the function is not an op.
+    Raises LookupError if torch has no such module or function, and OpListError if the function is not an op. Of a
+    module that is not imported yet, every function counts as an op.
     """
     _check_module(op, owner_name)
     module: Any = torch
@@ -76,9 +77,9 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
 def find_short_name(name: str) -> dict[tuple[str, str], object | None]:
     """Find an op by its bare name, such as "flex_attention", in the modules that are not in `NAMESPACES`.
 
-    Returns the modules that have it, by their name and the op's: {("torch.nn.attention.flex_attention",
-    "flex_attention"): module}. The value is None for a module that is not imported yet. Raises OpListError if the name
-    is found, but only for classes, context managers and the like.
+    Returns {("torch.nn.attention.flex_attention", "flex_attention"): module}, with an entry for each module that has
+    the op. The value is None for a module that is not imported yet. Raises OpListError if the name is found, but only
+    for classes, context managers and the like.
     """
     owners: dict[tuple[str, str], object | None] = {}
     reasons: list[str] = []
@@ -151,18 +152,18 @@ def explain_non_op_in(value: Any, name: str, owner_name: str) -> str | None:
 
 
 def _check_module(op: str, owner_name: str) -> None:
-    """Raise OpListError if a module or a package around it is private, or is in `_REASONS`."""
+    """Raise OpListError if a module or a package around it is private, or is in `_TOPICS`."""
     parts = owner_name.split(".")
     for length in range(2, len(parts) + 1):
         path = ".".join(parts[:length])
         if parts[length - 1].startswith("_"):
             raise OpListError(f"{op!r} is not an op: {path!r} is private to torch. Name a public function")
-        if path in _REASONS:
-            raise OpListError(f"{op!r} is not an op: functions in {path!r} {_REASONS[path]}. Leave it out")
+        if path in _TOPICS:
+            raise OpListError(f"{op!r} is not an op: {path!r} is for {_TOPICS[path]}. Leave it out")
 
 
 def _check_attribute(op: str, path: str, value: object) -> None:
-    """Raise OpListError if the path of an op leads through a class, and not through modules."""
+    """Raise OpListError if a part of the path of an op is a class. The other parts must be modules."""
     if isinstance(value, type) and issubclass(value, torch.nn.Module):
         raise OpListError(
             f"{op!r} is a method of a class of modules, and a rule applies to functions. Choose these modules by"
@@ -238,14 +239,14 @@ def _list_below(package_name: str) -> tuple[str, ...]:
 
 
 def _may_have_ops(name: str) -> bool:
-    """Return whether a name is a public module of torch, not in `NAMESPACES`, and not in a package of `_REASONS`."""
+    """Return whether a name is a public module of torch, not in `NAMESPACES`, and not in a package of `_TOPICS`."""
     # all ops of torch.functional are in the namespace `torch`, too
     if not name.startswith("torch.") or name in NAMESPACES or name == "torch.functional":
         return False
     parts = name.split(".")
     if any(part.startswith("_") for part in parts):
         return False
-    return not any(".".join(parts[:length]) in _REASONS for length in range(2, len(parts) + 1))
+    return not any(".".join(parts[:length]) in _TOPICS for length in range(2, len(parts) + 1))
 
 
 def _get_public(module: types.ModuleType) -> list[str]:

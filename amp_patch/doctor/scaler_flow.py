@@ -54,7 +54,8 @@ class ScalerFlow:
     def is_used(self) -> bool:
         """Whether the script may use an enabled GradScaler.
 
-        Its text must contain "scaler". The script makes no GradScaler itself, or one without `enabled=False`.
+        It may if its text contains "scaler", and if not all GradScalers that it makes have `enabled=False`. A script
+        that makes none may get one from elsewhere.
         """
         if "scaler" not in self._script.text.lower():
             return False
@@ -254,8 +255,8 @@ class ScalerFlow:
     def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs only in some of the iterations in which the second runs.
 
-        That is so if only the first is under an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, and
-        every `if` around the second holds in all iterations or in none.
+        That is so if an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, is around the first alone. No
+        branch that may vary (see `_may_vary`) may be around the second alone.
         """
         if any(self._may_vary(outer) for outer, _ in self.arms_of(second) - self.arms_of(first)):
             return False
@@ -268,7 +269,7 @@ class ScalerFlow:
         """Return whether a branch may be taken in some iterations of a loop, and not in others.
 
         An `if` may, if its test calls a function, or reads a name that the loop assigns. Branches of other kinds, such
-        as a `try`, always count as such.
+        as a `try`, always may.
         """
         if not isinstance(branch, (ast.If, ast.IfExp)):
             return True

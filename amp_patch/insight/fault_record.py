@@ -154,7 +154,8 @@ class FaultRecord:
     value that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
 
     Attributes:
-        step: the number of the step, from 0, counted by the optimizer that steps first.
+        step: the number of the step, from 0. With several optimizers, the steps of the one that steps first are
+            counted.
         phase: "forward", "backward", "recompute" (of a checkpoint) or "step" (of an optimizer).
         value: "inf", "nan", "inf or NaN", or "zero" for values that are zero in 16 bits but not in float32.
         cause: one of these:
@@ -202,9 +203,11 @@ class FaultRecord:
             `alternative`: names of ops to run in float32 instead of the modules in `regions`.
             `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops.
             `lines`: all lines of the script whose ops must run in float32.
-            `beyond`: an op whose result does not fit even if all these ops run in float32; "" for none.
-            `scale`: the loss scale to use, a power of two; None if the scale does not matter. With the value "zero", it
-            keeps gradients from becoming zero. With any other value, it keeps them finite.
+            `beyond`: an op whose result does not fit even in float32, so that the other entries are not enough; "" for
+            none.
+            `scale`: the loss scale to use, a power of two; None if the scale does not matter. If `value` is "zero",
+                this
+            scale keeps gradients from becoming zero. For any other `value`, it keeps them finite.
             `is_scale_enough`: whether this scale is enough, without regions, ops and sites.
             `summed`: how many times larger the loss is than the mean of its terms, if the loss is a sum and therefore
             needs a small loss scale; else 0.

@@ -13,7 +13,7 @@ class RaisedCause(Word):
 
     MIXED = "mixed dtypes"  # the operands have several floating dtypes, and the call refuses that
     UNSUPPORTED = "unsupported dtype"  # all floating operands have one dtype, and the call refuses it
-    LOW_WEIGHTS = "16-bit weights"  # a GradScaler unscales no float16 gradients
+    LOW_WEIGHTS = "16-bit weights"  # a GradScaler refuses to unscale float16 gradients
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
     SCALER_ORDER = "order of calls"  # the methods of a GradScaler were called in an order that it refuses
 
@@ -30,7 +30,7 @@ class OperandOrigin(Word):
     CAST = "cast"  # of the script
     OP = "op"  # an op that made it so, such as torch.zeros
     WEIGHT = "weight"  # a parameter, a buffer or a gradient
-    INPUT = "input"  # a variable whose tensor no recorded op made, such as a batch
+    INPUT = "input"  # a variable of the script, such as a batch, whose tensor was not made by a recorded op
     UNKNOWN = "unknown"
 
 
@@ -42,8 +42,8 @@ class Operand(NamedTuple):
         dtype: its dtype, as "bf16".
         origin: an `OperandOrigin`.
         made_by: the op that gave it this dtype; for a weight, its name; for an input, its variable; "" if unknown.
-        module, site: the module and the line of that op. For an input, `site` is the line of the frame with the
-            variable.
+        module, site: the module and the line of that op. For an input, `site` is the line that the function with the
+            variable was running.
         rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
             the op took; "" for none.
         entry: the place of the rule, or the level that cast the model; "" without one.
@@ -61,7 +61,8 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedRecord:
-    """An exception that left the script, or the function under a recording, or that led the script to raise such a one.
+    """An exception that has ended the script or a recorded function, or the exception because of which that one was
+    raised.
 
     Attributes:
         error: the class of the exception.
@@ -110,7 +111,7 @@ class RaisedRecord:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """`entries` and `regions`, the best first."""
+        """`entries`, then `regions`. Entries come first because they change one op and not a module."""
         return (*self.entries, *self.regions)
 
     def __str__(self) -> str:

@@ -21,18 +21,23 @@ def compare(
     reference: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
-    """Train in several ways, for `steps` steps from each of the seeds 0, 1, ..., and compare the runs.
+    """Train in several ways, for `steps` steps from each seed, and compare the runs with one of them, the reference.
 
-    `train` is a function without arguments. It creates its model and data, calls `amp.initialize` or enters
-    `torch.autocast`, and trains; it is stopped after `steps` steps. Each entry of `runs` is a level, or "as-is" for the
-    settings of `train` itself, with op lists on top if you like: "O4+my_lists.yaml". None stands for O0, O1, O2, O4 and
-    O5; if `train` uses torch.autocast, for as-is, O0, O1 and O4; if it makes its weights 16-bit itself, for O0 and the
-    unchanged script.
+    `train` is called many times: once for each run and seed, once for each run to measure layers, memory and updates,
+    and with the reference twice more, to measure noise and what it has learned. Files that it writes are overwritten
+    each time.
 
-    Each run trains once from each seed, and once more for a few steps to measure layers, memory and updates. The
-    reference trains twice from each seed, and a third time from the first seed. No further seeds are run if the
-    reference has the same losses from two of them.
-    `train` writes its files in each run.
+    Args:
+        train: a function without arguments. It creates its model and data, calls `amp.initialize` or enters
+            `torch.autocast`, and trains. It is stopped after `steps` steps.
+        runs: a level for each run, or "as-is" for the settings of `train` itself. Op lists may follow:
+            "O4+my_lists.yaml". None chooses by what `train` does: O0, O1, O2, O4 and O5 if it calls `amp.initialize`;
+            as-is, O0, O1 and O4 if it enters torch.autocast; O0 and "script" (`train` unchanged) if it makes its
+            weights 16-bit itself.
+        steps: the number of steps of a run.
+        seeds: the number of seeds: 0, 1, ... If the first two give the reference the same losses, no more are used.
+        reference: one of the runs, or a further one; O0 by default.
+        tell: called with a line of text when a run begins.
 
     Raises SessionError if a session is in force, if no run took a step, or if the reference fails in float32 for a
     reason that has nothing to do with dtypes. Other runs that fail have their reasons in their rows.
@@ -67,4 +72,4 @@ def _check_level(level: str) -> None:
     try:
         make_policy(level, {})
     except PolicyError as error:
-        raise PolicyError(f"{error} A run may be as-is, too.") from None
+        raise PolicyError(f"{error} A run may also be 'as-is'.") from None
