@@ -37,7 +37,7 @@ _installed = _Installed()
 def install(
     opt_level: str | None = None,
     *,
-    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    lists: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     compute: str | None = None,
     everywhere: bool = False,
 ) -> Takeover:
@@ -47,7 +47,7 @@ def install(
         opt_level: "O1" or "O4" runs regions with the lists and the dtype of that level, and "O0" disables them. A level
             that casts models, such as "O2", raises PolicyError when the script enters a region. None keeps the dtype of
             each region, and torch's rules for ops that `lists` do not name.
-        lists: a shipped name, a path, or a sequence of them. Later lists win.
+        lists: a shipped name, a path, or a sequence of them. Later lists win. None: no lists.
         compute: "auto", "native" or "float32". Needs `opt_level`.
         everywhere: run each thread in one bfloat16 region, from its first call of a model. For scripts without regions.
 
@@ -62,7 +62,7 @@ def install(
     if compute is not None and opt_level is None:
         raise PolicyError(f'compute={compute!r} needs a level: pass opt_level="O4" or opt_level="O1", too')
     paths = [lists] if isinstance(lists, (str, os.PathLike)) else lists
-    names = [os.fspath(path) for path in paths]
+    names = [os.fspath(path) for path in paths or ()]
     takeover = Takeover(opt_level, names, compute, everywhere=everywhere)  # raises before anything is replaced
     policy = None if opt_level is None else make_policy(opt_level, {"compute": compute})
     casts = bool(names) if policy is None else policy.low_dtype is not None

@@ -519,7 +519,7 @@ def make_table(
         (1e-7, {"loss": 0.0}, "not told apart from O0 (loss 1.0e-07 higher, within noise, and the loss is 0)"),
         (0.0, {"ms": math.nan}, "as good as O0 (the same loss); time not judged, since O1 gives the script float32"),
         (math.nan, {}, "worse than O0 (the loss is not finite)"),
-        (0.0, {"ms": 3.5, "steps": 8}, "as good as O0 (the same loss); time not judged, 8 steps are too few"),
+        (0.0, {"ms": 3.5, "steps": 8}, "as good as O0 (the same loss); time not judged after 8 steps: 10 are enough"),
         (1e-6, {"skipped": range(30)}, "not judged against O0, since nothing was learned (loss less than"),
         (
             math.nan,

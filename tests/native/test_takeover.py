@@ -366,7 +366,8 @@ def test_another_install_replaces_the_first_and_remove_needs_no_handle():
         with torch.autocast("cpu", torch.bfloat16):
             return torch.is_autocast_enabled("cpu"), (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
-    native.install("O4")
+    native.install("O4", lists=None)
+    assert look_into_a_region() == (True, torch.bfloat16)
     native.install("O0")
     assert look_into_a_region() == (False, torch.float32)
     with pytest.raises(SessionError, match=r"call amp_patch.native.remove\(\) first"):

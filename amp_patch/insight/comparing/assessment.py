@@ -260,7 +260,7 @@ class Assessment:
             if row.ms is None:
                 return f"time not judged, since {row.name} gives the script float32 op by op"
         if factor is None or self.row.steps < TIMED_STEPS:
-            return f"time not judged, {self.row.steps} steps are too few ({TIMED_STEPS} are enough)"
+            return f"time not judged after {count_of(self.row.steps, 'step')}: {TIMED_STEPS} are enough"
         noise = self._find_time_noise()
         if 1 / noise <= factor <= noise:
             return f"time within noise (two runs of {self._reference}: a factor of {time_noise:.2f})"
