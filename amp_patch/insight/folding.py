@@ -25,11 +25,11 @@ class OpCall:
         copied: addresses of the tensors that were cast.
         cast_dtypes: for each cast, the dtypes before and after it, such as ("f32", "f16"). Casts of weights to 16 bits
             are left out.
-        widened: the call because of which this call gets float32 arguments: this call, if it casts 16-bit arguments to
-            float32 itself, or else an earlier one, if only ops on no list ran since. None if there is no such call.
+        widened: the call that cast 16-bit values to float32, if this call computes in float32 because of it. It is this
+            call itself, or the call from which the arguments come, directly or through ops on no list. Else None.
         is_reached: whether lists and rules for modules act where it runs.
-        names_dtype: whether it is a cast whose line in the script names a 16-bit dtype, such as `.half()`. True if the
-            line is not known.
+        names_dtype: whether it is a cast whose line in the script is not known, or names a 16-bit dtype, as in
+            `.half()`.
         constants: the constants among the arguments of this call, as in `OpRecord`.
     """
 
@@ -103,7 +103,7 @@ class Folding:
         avoided = 0
         if call.target is not None:
             target = short(call.target)
-            # the rule has acted: it does not in a call with out=, for example
+            # only if the rule has acted, which it does not in a call with out=
             if target in call.ran or target in call.out:
                 avoided = len(call.sources - call.copied)
         record = OpRecord(

@@ -23,9 +23,9 @@ class ModuleCasts:
     """
 
     def __init__(self) -> None:
-        # By the module whose method was called: for the name of each tensor that it cast, the number of the call, the
-        # text for reports, and the dtype. The keys are no tensors, because torch swaps no tensor that has a weak
-        # reference.
+        # The last cast of each tensor, by the module whose method was called and the name of the tensor in it: the
+        # number of the call, the text for reports, and the dtype. There is no weak reference to a tensor, because
+        # torch.utils.swap_tensors refuses a tensor that has one.
         self._calls: weakref.WeakKeyDictionary[nn.Module, dict[str, _Call]] = weakref.WeakKeyDictionary()
         self._count = 0
 
@@ -38,7 +38,8 @@ class ModuleCasts:
     def find(self, tensor: Tensor) -> str:
         """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did.
 
-        A tensor counts as cast if it has the name and the dtype that the call gave: a script may have replaced it.
+        The tensor is found by its name in the module that was cast. If its dtype is not the one to which the call cast,
+        the script has changed it since, and the call does not count.
         """
         calls = [
             by_name[name]

@@ -1,13 +1,13 @@
-"""Lets pickle find the replacements of closed sessions.
+"""Lets pickle find replacements of functions after the session that made them has closed.
 
-A copy of a model that was made during a session may hold some: the layer `GELUActivation` of transformers keeps
-`F.gelu` as an attribute, so a copy keeps the replacement after the session has closed.
+A copy of a model may hold such a replacement: the layer `GELUActivation` of transformers keeps `F.gelu` as an
+attribute, so a copy that is made during a session keeps the replacement after the session has closed.
 
 Pickle stores a function as the name of a module and a name in it. It finds an installed replacement under the name that
 is patched: `gelu` in `torch.nn.functional`. It finds a removed (*retired*) replacement in this module, under a name
-made of the patched name and a number: `torch/nn/functional:gelu:3`. If a process that loads this name does not have the
-replacement, it gets what `torch.nn.functional.gelu` is there. Saved files contain the name of this module, so the
-module must not be renamed.
+made of the patched name and a number: `torch/nn/functional:gelu:3`. A process that loads this name and does not have
+the replacement gets its own `torch.nn.functional.gelu`. Saved files contain the name of this module, so the module must
+not be renamed.
 """
 
 import itertools

@@ -72,4 +72,4 @@ def _check_level(level: str) -> None:
     try:
         make_policy(level, {})
     except PolicyError as error:
-        raise PolicyError(f"{error} A run may also be 'as-is'.") from None
+        raise PolicyError(f"{error} A run may also be as-is.") from None

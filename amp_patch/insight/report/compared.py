@@ -12,7 +12,7 @@ from .markup import Markup, break_names, element, join, keep_words
 from .tables import Cell, make_table
 
 POWERS = 24
-"""The largest loss scale of the slider, as a power of two: the default upper bound of a dynamic scale."""
+"""The largest loss scale of the slider is 2 to this power: the default upper bound of a dynamic scale."""
 
 
 def make_comparison(summary: Summary) -> Iterator[Markup]:
@@ -64,7 +64,7 @@ def _losses(summary: Summary, rows: Sequence[Row], colours: dict[str, int]) -> M
         ticks += " of the first seed." if len(summary.about.seeds) > 1 else "."
     of_difference = f"Size of the difference from {reference}{smoothed}."
     if any(map(math.isfinite, noise)):
-        of_difference += " Grey: the difference that weights off by one unit in the last place make."
+        of_difference += " Grey: the noise, the difference if the weights move by one unit in the last place."
     return element(
         "section",
         element("h2", "Losses"),
@@ -160,9 +160,9 @@ def _gradients(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             keep_words(
-                f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} that"
-                f" are not zero, {record.zeros:,} that are, {record.nonfinite:,} inf or NaN. Shaded: their values in"
-                " the dtype once they are multiplied by the loss scale."
+                f"Gradients of the weights in {record.run}, unscaled, in the first step: {sum(record.counts):,} finite"
+                f" and not zero, {record.zeros:,} zero, {record.nonfinite:,} inf or NaN. Shaded: the gradients that the"
+                " chosen loss scale makes zero, subnormal or infinite in the chosen dtype."
             ),
         ),
         element("div", *_controls(power), class_="controls"),
@@ -232,9 +232,8 @@ def _layers(summary: Summary, rows: Sequence[Row]) -> Iterator[Markup]:
         element(
             "p",
             keep_words(
-                f"Relative error against {summary.about.reference} in the first step from equal weights, of the output"
-                " of a layer (out) and of the gradient of its weights (grad). First come layers with an op that adds"
-                " much error."
+                f"Relative error of the output of a layer (out), and of the gradient of its weights (grad), against"
+                f" {summary.about.reference}, in the first step. Layers with an op that adds much error come first."
             ),
         ),
         make_table("layers", heading, body, label="layers", filter_by="Filter layers"),

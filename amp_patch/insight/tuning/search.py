@@ -1,7 +1,7 @@
 """Searches for few units that pass a test. A unit is anything; `test(units)` returns whether these units pass.
 
 `tune` searches for list entries with which a training passes. If adding units never makes a test fail, no unit of the
-result can be left out. Units keep their order.
+result can be left out.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,12 +12,12 @@ Test = Callable[[tuple[Unit, ...]], bool]
 
 
 def find_fewest(test: Test[Unit], forced: Sequence[Unit], ranked: Sequence[Unit]) -> tuple[Unit, ...] | None:
-    """Return units that pass, or None if all units together do not pass.
+    """Return units that pass: units of `forced`, then units of `ranked`. None if all units together do not pass.
 
     `forced` is tested first. If it does not pass, the search finds a prefix of `ranked` that passes with it, and does
-    not pass without its last unit. This unit is kept, and the search goes on in the prefix before it. At the end,
-    needless units of `forced` are left out. The number of tests for each unit that is kept grows with the logarithm of
-    the length of `ranked`.
+    not pass without its last unit. This unit is in the result, and the search goes on in the prefix before it. At the
+    end, units of `forced` are tried one by one, and left out if they are not needed. The number of tests for each unit
+    of `ranked` in the result grows with the logarithm of the length of `ranked`.
     """
     kept, candidates = tuple(forced), tuple(ranked)
     needed: tuple[Unit, ...] = ()  # units of `ranked`
