@@ -56,7 +56,8 @@ def float_function(function: Function) -> Function:
 def promote_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
-    Only float16, bfloat16 and float32 arguments count. Of float16 and bfloat16 together, the widest is float32.
+    The widest of float16 and bfloat16 is float32. A call with a float64, float8 or complex argument casts nothing.
+    Tensors in lists, and tensors of integers, do not count.
 
     Examples:
         >>> @amp.promote_function
@@ -70,15 +71,18 @@ def promote_function(function: Function) -> Function:
 
 
 def match_function(like: str) -> Callable[[Function], Function]:
-    """Decorator: cast the tensors of a function to the dtype of its argument `like` while a session patches functions.
+    """Decorator: while a session patches functions, cast the tensors of a function to the dtype of one argument.
 
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
-    tensors that were passed. A call casts nothing if the argument `like` is None, or a tensor of another dtype than
-    float16, bfloat16 and float32. A call raises OpListError if `like` is neither None nor a tensor, or if it holds
-    integers or bools while the floating arguments have several dtypes.
+    tensors that were passed. A call casts nothing if the argument is None, or a tensor whose dtype is not float16,
+    bfloat16 or float32.
 
-    Raises ArgumentTypeError if `like` is no text. The decorator raises OpListError if the function has no argument of
-    this name.
+    Args:
+        like: the name of the argument.
+
+    Raises ArgumentTypeError if `like` is not text, and OpListError if the function has no argument of this name. A call
+    of the function raises OpListError if the argument is neither None nor a tensor. It also raises it if the argument
+    is a tensor of integers or bools, and the other tensors have several floating dtypes.
 
     Examples:
         >>> @amp.match_function("value")

@@ -73,7 +73,7 @@ def add_settings(parser: argparse.ArgumentParser, *, has_level: bool = True) -> 
         metavar="LIST",
         help=(
             "an op list (a shipped name or a .yaml file) that changes the lists of the script, of torch.autocast or of"
-            " Apex; may be repeated, later ones win; O2, O3 and O5 use only its modules"
+            " Apex; may be repeated, later ones win; O2, O3 and O5 use only the rules under its key modules"
         ),
     )
     parser.add_argument(
@@ -184,9 +184,9 @@ def prepare(
     Args:
         command: the script, or `-m` and a module, followed by the arguments of the script.
         needs_region: wait for the script to use mixed precision: amp, torch.autocast or 16-bit weights. Nothing is
-            recorded before that, and a script that takes steps without it fails at its end.
+            recorded before that. A script that takes steps and never uses mixed precision fails at its end.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype.
-        refuses_regions: end the script at a region of torch.autocast, as `everywhere` does.
+        refuses_regions: end the script with an error where it enters torch.autocast itself.
         is_quiet: do not print to stderr how the script was changed.
         watch: the arguments of `recording.record`, which `sitecustomize` calls; None records nothing. Its "folder" is
             where the waiting command reads the recordings, or None if no command waits.

@@ -46,9 +46,9 @@ class Report:
         return "\n".join(lines)
 
     def _summarize(self, *, with_notes: bool) -> Iterator[str]:
-        """Yield a line with the number of findings of each severity that is shown, and a line about notes that are not.
+        """Yield a line with the number of findings of each shown severity, and a line about notes that are not shown.
 
-        Without files and findings there is no first line, and without such notes no second line.
+        There is no first line without files and findings, and no second line if all notes are shown.
         """
         counts = Counter(finding.severity for finding in self.findings)
         shown = [count_of(counts[severity], severity) for severity in SEVERITIES if severity != "note" or with_notes]

@@ -29,7 +29,7 @@ OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | Non
 
 class OpWatch:
     """Sees the calls of listed ops by covers on their patches (`Patcher.cover`), and those of other ops by a
-    TorchFunctionMode, which is on while a module runs. Meanwhile, code of torch.compile runs uncompiled.
+    TorchFunctionMode, which is on while a module runs. From `start` to `stop`, compiled functions run uncompiled.
 
     Args:
         session: the session whose lists name the ops.
@@ -39,8 +39,8 @@ class OpWatch:
 
     Attributes:
         is_on: whether it watches: between `start` and `stop`.
-        is_busy: whether calls are made directly, unseen, because `on_call` runs. `on_call` may set it to False, so that
-            the calls that it makes are seen as well.
+        is_busy: whether calls are made directly, unseen, as while `on_call` runs. `on_call` may set it to False, so
+            that the calls that it makes are seen as well.
     """
 
     def __init__(

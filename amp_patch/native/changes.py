@@ -74,12 +74,14 @@ class Changes:
         return None if self.policy is None else self.policy.low_dtype
 
     def check_level(self) -> None:
-        """Raise UnsuitedLevelError for a level that casts models, such as O2: a region of torch.autocast cannot."""
+        """Raise UnsuitedLevelError for a level that casts models, such as O2. A region of torch.autocast casts none."""
         if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
 
     def apply_to(self, device_type: str, session: NativeSession) -> bool:
-        """Return whether regions on a type of device are changed. Casts are changed on one type: the session's."""
+        """Return whether `adapt` is to be called for regions on a type of device. Regions are disabled on all types of
+        devices, but lists and dtypes change only on the session's.
+        """
         return self.kind is Kind.DISABLED or device_type == session.device_type
 
     def adapt(self, region: Any, session: NativeSession) -> None:
@@ -115,7 +117,7 @@ class Changes:
             autocast = None  # `adapt` disables each region, so there is nothing to cast in
         else:
             lists = (*self.policy.lists, *self.lists)
-            # the script's GradScaler scales the loss, not the session
+            # no loss scale of the session, because the script's GradScaler scales the loss
             policy = make_policy(self.level, {"loss_scale": 1.0, "compute": self._compute, "lists": lists})
             policy = replace(policy, description=f"{self.level} in the regions of torch.autocast")
             autocast = Autocast(device_type, policy.low_dtype, torch_lists)
@@ -136,7 +138,7 @@ def _make_policy_over_torch(torch_lists: OpLists | None, low: torch.dtype, lists
     if torch_lists is None and not lists:  # there are no rules to apply
         return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
     names = [*(() if torch_lists is None else torch_lists.names), *lists]
-    # "native": products use the kernels that torch.autocast uses, too
+    # "native": products run in the same kernels as under torch.autocast
     overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}
     policy = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
     return replace(policy, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")

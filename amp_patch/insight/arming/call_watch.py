@@ -1,4 +1,6 @@
-"""`CallWatch`: writes what a script calls outside of modules (models, functions of torch, backward) onto a `Tape`."""
+"""`CallWatch`: writes the calls of a script onto a `Tape`: calls of models, of torch's functions between them, and of
+`backward`. Calls inside of models are not written.
+"""
 
 import functools
 import sys
@@ -57,7 +59,7 @@ class _ThreadState(threading.local):
 class CallWatch:
     """Watches calls of models by hooks, calls of torch's functions between them by `_Mode`, and `backward` by a patch.
 
-    `_Mode` is on from the end of a call of a model to the next call, `backward` or step.
+    `_Mode` is on from the end of a call of a model to the next call of a model, `backward` or step.
 
     Args:
         tape: where the calls are written.
@@ -161,7 +163,8 @@ class CallWatch:
             if session is not None and not compiling.is_traced():
                 is_known = module in self._models
                 self._begin_call(session, module, args, get_call_kwargs(frame))
-                if is_known:  # in a first call, `native` needs its hooks of inner modules, to look for models
+                # not in the first call of a model, in which the global hooks must run for its inner modules, too
+                if is_known:
                     self._root_hooks.begin(module)
 
     def _note_end(self, output: Any) -> None:
@@ -263,11 +266,12 @@ class CallWatch:
         if traits.is_cast and caller.by == "cast" and first is not None:
             self._tape.note_alias(results[0], first)
             return
-        # The tape holds a tensor that none of its calls has made, and this tensor has been changed already.
+        # Do not write a change in place of a tensor that no call on the tape has made. For later calls, the tape holds
+        # this tensor itself, which has the change already.
         if traits.changes_first and (first is None or self._tape.find_maker(first) is None):
             return
         if first is None and not tensors_of((args, kwargs)):
-            return  # it has made a new tensor from numbers: the tape holds this tensor itself
+            return  # a new tensor, made from numbers: if later calls use it, the tape holds the tensor itself for them
         call = Call(Kind.FUNCTION, function, caller, read_surroundings(session), changes_first=traits.changes_first)
         if traits.draws:
             call.random = RandomState(session.device_type, has_python=False)
@@ -301,7 +305,7 @@ class CallWatch:
 
 
 class _Mode(TorchFunctionMode):
-    """Shows the functions of torch that a script calls outside of modules to a `CallWatch`."""
+    """Tells a `CallWatch` of each call of a function of torch outside of modules."""
 
     def __init__(self, watch: CallWatch) -> None:
         super().__init__()

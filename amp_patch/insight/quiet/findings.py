@@ -110,8 +110,8 @@ class Findings:
     def records(self) -> list[QuietRecord]:
         """Return a record for each cause and line with a loss. These are left out:
 
-        1. a line that had no loss in more steps than it had one in;
-        2. a cancelled difference at a line that had none in an earlier step: the training may have converged since;
+        1. a line that was checked without a loss in most steps;
+        2. a cancelled difference at a line that was checked without one before: the training may have converged since;
         3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())
