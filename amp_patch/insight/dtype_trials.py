@@ -19,10 +19,10 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 class Trial(Enum):
     """The dtype to which a trial casts the floating operands."""
 
-    WIDEST = "widest"  # operands of several dtypes up to float32 to the widest of them
+    WIDEST = "widest"  # operands of several dtypes up to float32 to the dtype to which torch promotes them
     FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first operand
-    SINGLE = "single"  # all, also float64, to the widest dtype among the operands that are not float64
+    SINGLE = "single"  # all, also float64, to the dtype to which torch promotes the operands that are not float64
     WEIGHT = "weight"  # all to the dtype that all weights among the operands have
     MODEL = "model"  # all to the dtype of a 16-bit model
     LOW = "low"  # float32 to 16 bits

@@ -1,7 +1,7 @@
 """The expression that ran in a frame of a traceback, and the values of its parts.
 
-It reads names, stored attributes, items of plain containers, and results of a few methods of tensors. This runs no code
-of the script, except methods that a subclass of Tensor overrides.
+Names, stored attributes, items of plain containers, and results of a few methods of tensors are read. Reading them runs
+no code of the script, except methods that a subclass of Tensor overrides.
 """
 
 import ast

@@ -152,8 +152,8 @@ class Levels:
         return next((level for level in reversed(outer) if level.is_of_user and not level.is_in_package), None)
 
     def find_covered(self) -> OpCall | None:
-        """Return the outermost call of a listed op that was running; None without one. It is a local variable of
-        `Observer._cover`.
+        """Return the outermost call of a listed op that was running; None without one. It is the local variable `call`
+        of the function `cover` in `Observer._cover`.
         """
         calls = (level.frame.f_locals.get("call") for level in self.all if level.frame.f_code.co_name == "cover")
         return next((call for call in calls if isinstance(call, OpCall)), None)
@@ -456,7 +456,8 @@ def _read_check(node: ast.AST, source: Source, level: Level) -> FailingCall | No
     """Return the condition of an `assert`, or of the nearest `if` around a `raise`, as a call that raises where the
     script does.
 
-    Returns None if the condition calls a function, names no tensor, or has nothing to do with a dtype.
+    Returns None if the condition has other nodes than `_CHECKS` and `_GRAMMAR`, such as a call, if it names no tensor,
+    or if it reads no `dtype`.
     """
     test: ast.AST | None = node
     expects = False

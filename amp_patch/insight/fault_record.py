@@ -205,9 +205,8 @@ class FaultRecord:
             `lines`: all lines of the script whose ops must run in float32.
             `beyond`: an op whose result does not fit even in float32, so that the other entries are not enough; "" for
             none.
-            `scale`: the loss scale to use, a power of two; None if the scale does not matter. If `value` is "zero",
-                this
-            scale keeps gradients from becoming zero. For any other `value`, it keeps them finite.
+            `scale`: the loss scale to use, a power of two; None if the scale does not matter. It keeps gradients
+            finite. If `value` is "zero", it also keeps them from becoming zero, as far as they stay finite.
             `is_scale_enough`: whether this scale is enough, without regions, ops and sites.
             `summed`: how many times larger the loss is than the mean of its terms, if the loss is a sum and therefore
             needs a small loss scale; else 0.

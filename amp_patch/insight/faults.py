@@ -6,8 +6,8 @@ A value fits if it is finite. If the result of an op does not fit, its inputs ar
 * If an input does not fit, and an earlier fault explains it, the op only passes the value on. That adds no fault.
 * If no op that was seen made the input, the input itself is the fault.
 
-From the first fault on, `Repair` computes the values that depend on it in float32. With `underflow`, a result in which
-16 bits have made many zeros is a fault, too.
+From a fault on, `Repair` computes the values that depend on it as if float32 had been used. With `underflow`, a result
+in which 16 bits have made many zeros is a fault, too.
 """
 
 import math
@@ -250,7 +250,9 @@ class FaultFinder:
             self._check_zeros(output, call, self._underflow)
 
     def _check_nonfinite(self, output: _Output, call: OpCall | None) -> None:
-        """Find out where an inf or NaN in an output comes from. Add a fault unless one explains it already."""
+        """Find out where an inf or NaN in an output comes from. Add a fault if it needs one: no earlier fault explains
+        it, the op is not accepted, and the input seems to be no mask.
+        """
         inputs = read_inputs(output.op)
         bad_inputs = [given for given in inputs if not math.isfinite(read_largest(given.tensor))]
         # for each of them, the record of the op that wrote it, or None

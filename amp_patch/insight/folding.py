@@ -21,7 +21,7 @@ class OpCall:
         phase, rule, entry, region, given, out, ran, casts: as in `OpRecord`.
         listed: the name of the op in the lists; "" for an op on no list.
         target: the dtype to which the rule casts arguments, or None.
-        sources: addresses of the arguments that have another dtype than `target`.
+        sources: addresses of the arguments that the rule can cast, and that have another dtype than `target`.
         copied: addresses of the tensors that were cast.
         cast_dtypes: for each cast, the dtypes before and after it, such as ("f32", "f16"). Casts of weights to 16 bits
             are left out.

@@ -126,8 +126,8 @@ class Observer:
     def stop(self) -> None:
         """Remove all covers and the dispatch mode. Harmless twice.
 
-        Only the thread that called `start` can remove the mode. If another thread has called `stop`, that thread has to
-        call it, too. A cover that the script still holds only calls the function that it covers.
+        Only the thread that called `start` can remove the mode. If another thread has called `stop`, the thread that
+        called `start` has to call it, too. A cover that the script still holds only calls the function that it covers.
         """
         self.is_on = False
         leave_mode(self._below)

@@ -101,8 +101,8 @@ class Op(NamedTuple):
     Attributes:
         overload, function: the properties of the op, and the function that torch dispatches.
         args, kwargs, result: its arguments, by position and by name, and its result.
-        before: the arguments with their values from before the call. With a `FaultFinder`, tensors that the op reads
-            and then writes are copies, unless the op is in bulk. Otherwise, this is `args`.
+        before: the same as `args`. But with a `FaultFinder`, tensors that the op reads and then writes are copies from
+            before the call, unless the op is in bulk.
         node: the node of the backward pass that it is part of; None in a forward pass.
     """
 

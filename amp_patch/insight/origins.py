@@ -88,7 +88,7 @@ class Origins:
         like = [tensor for tensor in inputs if tensor.dtype is dtype]
         like.sort(key=_rank_as_source)
         known = [(tensor, self.find(tensor)) for tensor in like]
-        # skip inputs that the call itself has cast, because they lead back to this call
+        # inputs that the call itself has cast come last, because they lead back to this call
         for tensor, made in known:
             if made is None:
                 return Made(None, dtype, None, storage_of(tensor))

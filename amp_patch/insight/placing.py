@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"\d+")
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
     """Return the module rules, list entries and lines to edit by which all culprits run in float32.
 
-    For an op in a submodule, it is a rule for the submodule. For an op that the model itself or the loss code calls, it
-    is the op's name in a list, because a rule for the model would cover all of it. `has_lists`: whether lists of ops
-    act at this level.
+    For an op in a submodule, this is a rule for the submodule. For an op that the model itself or the loss code calls,
+    it is the op's name in a list if possible, because a rule for the model would cover all of it. An op that neither
+    reaches gets its line. `has_lists`: whether lists of ops act at this level.
     """
     modules: list[str] = []
     roots: list[str] = []
@@ -120,8 +120,8 @@ def fold_names(names: Iterable[str], kinds: Mapping[str, type]) -> list[str]:
     """Return patterns that match the named modules. Names that differ only in numbers become one pattern, if all
     modules that it matches are of one class: "blocks.0.norm" and "blocks.3.norm" become "blocks.*.norm".
 
-    If another pattern matches a module around it, as "a.*" does for "a.*.norm", a pattern is left out. `kinds` has the
-    classes of all modules.
+    A pattern may match more modules than are named. A pattern that continues another one is left out, as "a.*.norm"
+    continues "a.*". `kinds` has the classes of all modules.
     """
     alike: dict[tuple[str, type | None], list[str]] = {}
     for name in dict.fromkeys(names):

@@ -118,8 +118,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # A script without amp.initialize casts in regions of torch.autocast, which the exception has ended: no casts to
-    # stop
+    # Without amp.initialize, casts happen in regions of torch.autocast, and the exception has ended these.
     has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
     with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)

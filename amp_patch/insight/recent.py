@@ -45,7 +45,7 @@ class Blame(NamedTuple):
     """The rounding that made a result not fit.
 
     Attributes:
-        exact: the result in float32; None if it does not fit in float32 either.
+        exact: the result in float32; None if float32 makes no inf or NaN of it finite, or if it cannot be computed.
         wanted: the records of the earlier ops that have to run in float32 so that the result fits.
         lost: a number in the script that is zero in 16 bits, such as an eps, and an argument of one of these ops; None
             if there is none.

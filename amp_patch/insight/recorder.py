@@ -280,9 +280,10 @@ def make_empty_run() -> RunRecord:
 def recording() -> Iterator[Recording]:
     """Record the ops that run in the block, with or without a session or `torch.autocast`.
 
-    Ops in the step of an optimizer are left out, except in a step with a closure. In other threads, only listed ops are
-    recorded. The recording is complete when the block ends, even after an exception. Blocks cannot be nested. Results
-    of eager code are bitwise the same as without a recording; code of torch.compile runs uncompiled.
+    Ops in the step of an optimizer are left out, unless the step has a closure, or the optimizer was not passed to the
+    `amp.initialize` that is in force. In other threads, only listed ops are recorded. The recording is complete when
+    the block ends, even after an exception. Blocks cannot be nested. Results of eager code are bitwise the same as
+    without a recording; code of torch.compile runs uncompiled.
 
     Raises:
         SessionError: another recording is in progress.

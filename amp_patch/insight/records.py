@@ -209,7 +209,8 @@ class CurveRecord:
         ms: the median time of a step, in milliseconds; NaN if it was not measured.
         is_noise: whether this run is the reference once more, with weights that are off by one unit in the last place.
         is_frozen: whether this run is the reference once more, with weights that are put back after each step.
-        batches: how many batches the run has read, counted by calls of the module that is called first in each step.
+        batches: how many batches the steps have used: the calls, with gradients enabled, of the module that is called
+            first in each step.
     """
 
     kind: ClassVar[str] = "curve"
@@ -244,14 +245,14 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpErrorRecord:
-    """The error that an op itself adds in 16 bits in one step. Its inputs in float32 differ only by their rounding.
+    """The error that an op adds in 16 bits in one step, if its inputs are those of the float32 run, rounded to 16 bits.
 
     Attributes:
-        run: the name of the run in which the op ran in 16 bits; "" in the recording of that run itself.
+        run: the name of the run in which the op ran in 16 bits; "" in the recording of a single run.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
-        error: the largest relative error (L2) of a result, or of the gradients of the inputs. It is 0 before the run is
-            compared.
+        error: the largest relative error (L2) of a result, or of the gradients of the inputs. It is 0 in the recording
+            of a run in 16 bits.
         is_backward: whether it is the error of gradients.
         is_random: whether it draws other numbers in 16 bits than in float32.
     """

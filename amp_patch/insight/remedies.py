@@ -36,7 +36,8 @@ class Remedy:
         sites: lines of the script that need `.float()`, in addition to the modules and ops.
         scale: the loss scale to use; None if it need not change, or if no scale is known to help.
         is_scale_enough: whether `scale` may take the place of the list.
-        is_larger: whether the loss scale is too small. If no larger one helps, `scale` is None.
+        is_larger: whether the loss scale is too small. If no larger one helps, `scale` is None, or not larger than the
+            present one.
         eps: the eps of the optimizer, if 16 bits round it to zero.
         level: the level to use instead.
         advice: lines of advice about the script.

@@ -1,8 +1,8 @@
 """`Repair`: tries remedies for values that do not fit into 16 bits.
 
-The first value of a step that does not fit gets a *twin*: the value in float32. An op whose inputs have twins is
-computed a second time, with the twins, and its results get twins, too. If a twin is too large for 16 bits, its op has
-to run in float32 as well.
+A value that does not fit gets a *twin* if possible: the value in float32. An op whose inputs have twins is computed a
+second time, with the twins, and its results get twins, too. If a twin is too large for 16 bits, its op has to run in
+float32 as well.
 
 If a gradient does not fit, there are two remedies: a smaller loss scale, or float32 for the op of the forward pass
 whose gradient it is.
@@ -35,8 +35,8 @@ class Needs(NamedTuple):
         scale: a smaller loss scale, a power of two, under which gradients fit; None if the scale need not change. It is
             below 1 only if there are no culprits.
         is_scale_enough: whether all gradients fit under `scale` even if the culprits stay in 16 bits.
-        fitting: the largest loss scale under which all gradients fit if the culprits stay in 16 bits. None if all fit
-            now, and if values of the forward pass do not fit.
+        fitting: the largest loss scale under which all gradients fit if the culprits stay in 16 bits. None if no
+            gradient bounds the scale, and if values of the forward pass do not fit.
         scale_of_zeros: the smallest loss scale under which few enough gradients are zero (see `underflow` of `Repair`),
             or `scale` if that is smaller. None if the present scale is large enough.
     """

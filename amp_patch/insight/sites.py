@@ -34,7 +34,7 @@ _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
 """Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
-"""Beginnings of file names whose code is not the user's: code without a file, and modules of Python."""
+"""Beginnings of file names whose code is not the user's: code without a file, and Python's contextlib and importlib."""
 
 
 class Site(NamedTuple):
@@ -94,7 +94,7 @@ def find_caller() -> Caller:
 
 
 def repeat(caller: Caller, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function. In it, `find_caller` returns `caller`, whoever calls this."""
+    """Call a function. In it, `find_caller` finds the line of `caller`, whoever calls this."""
     return function(*args, **kwargs)
 
 

@@ -124,8 +124,8 @@ class StepFaults:
         for culprit in self._needs.culprits:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
-        # What float32 cannot hold in the backward pass matters only if a gradient is not finite: an op may have masked
-        # it
+        # What float32 cannot hold in the backward pass matters only if a gradient is not finite in float32 either. If
+        # all are, a later op has masked it.
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),
@@ -164,7 +164,7 @@ class StepFaults:
         elif fault.is_in_backward and self._is_of_sum(1.0):
             fix = replace(fix, summed=self._seen.summed, scale=needs.fitting)
         if origin.came_in and origin.parameter and fault.evidence.in_float32 is None:
-            # A 16-bit weight is inf or NaN, and has no finite master: name the op that read the weight.
+            # without a finite master, no repair was tried: name the op that read the weight or buffer
             scope = self._find_scope([_of_weight(fault)])
             fix = replace(fix, regions=scope.regions, ops=scope.ops, alternative=scope.alternative, sites=scope.sites)
         return fix

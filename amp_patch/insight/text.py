@@ -301,7 +301,7 @@ def _grouped(ops: list[OpRecord], heading: tuple[str, ...], key: Key, width: int
 
 
 def _dtypes(names: tuple[str, ...]) -> str:
-    """Return dtypes as text: `f32,f32,i64`, or `f32 x 8` for more than four equal ones. Show at most six others."""
+    """Return dtypes as text: `f32 x 8` for more than four equal ones, else at most the first six: `f32,f32,i64`."""
     if len(names) > 4 and len(set(names)) == 1:
         return f"{names[0]} x {len(names)}"
     shown = list(names[:6])

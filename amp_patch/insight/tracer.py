@@ -355,7 +355,7 @@ class Tracer(Recorder):
     def stop(self) -> None:
         """Stop looking. Complete the faults of a step that has not ended, by its loss and gradients so far.
 
-        Such a step never ends if the script stops before it, or changes its weights without an optimizer.
+        A step does not end if the script ends within it, or changes its weights without an optimizer.
         """
         if not self.is_recording:
             super().stop()
@@ -423,11 +423,9 @@ def tracing(
 ) -> Iterator[Tracer]:
     """Context manager: look at the ops that run in the block. The tracer that it yields has the faults.
 
-    Ops in the step of an optimizer are left out, except in a step with a closure.
-
-    Ops of an optimizer step are only looked at if the step has a closure, or if amp does not know the optimizer.
-    The values of the ops are read, and nothing is changed. On a GPU the host waits for each op. Raises SessionError if
-    a recording is in progress.
+    Ops in the step of an optimizer are left out, unless the step has a closure, or the optimizer was not passed to the
+    `amp.initialize` that is in force. The values of the ops are read, and nothing is changed. On a GPU the host waits
+    for each op. Raises SessionError if a recording is in progress.
     """
     tracer = Tracer(underflow=underflow, ignore=ignore, keeps_steps=keeps_steps)
     with in_block(tracer):

@@ -24,8 +24,8 @@ class TroubleRecord:
         learning_rates: the learning rate of each group of the optimizer.
         rank: the rank of the process.
         then: what follows the step: "stop", "skip" or "go".
-        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if
-            there was no fault.
+        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if it
+            came in no such pass, or if there was no fault.
         micro_batches: the number of losses in the repeated step.
         faults: the number of faults that were found.
         differences: how the repetition differs from the step; empty if it was the same.

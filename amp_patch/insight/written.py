@@ -66,7 +66,7 @@ class Written:
         is_low: whether it is a 16-bit result of the forward pass, or of a `backward` that the user wrote.
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
-        summed: for a sum, how many times larger it is than the mean of its terms; else 1.
+        summed: how many times larger it is than the mean of the terms that were summed for it; 1 without a sum.
         mask_fault: a fault that may be added later. An input that seems to be a mask has made this result inf or NaN.
             If it proves to be no mask, it is this fault.
     """

@@ -209,7 +209,7 @@ class Armed(Probe):
         self._noted_loss = None
 
     def stop(self) -> None:
-        """Stop watching. First, if a loss since the last step was inf or NaN, repeat the calls that computed it.
+        """Stop watching. First, if a loss since the last step is known to be inf or NaN, repeat the calls that made it.
 
         Harmless twice.
         """

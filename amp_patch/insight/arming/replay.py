@@ -32,8 +32,8 @@ class Replayed:
     Attributes:
         differences: sentences about what differed from the first time, or could not be followed.
         obstacle: why the step could not be repeated to its end; "" if it was.
-        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if
-            there was no fault.
+        micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if it
+            came in no such pass, or if there was no fault.
         micro_batches: the number of losses in the step.
         is_repeated: False if this step was not repeated, because the previous step has made weights that are not
             finite.
@@ -179,8 +179,8 @@ class Replay:
         return self._cut[id(tensor)]
 
     def _find_patched(self, function: Any) -> Any:
-        """Return the function to call for a function on the tape: its replacement, if it is patched now. It casts, and
-        the tracer sees its calls.
+        """Return the function to call for a function on the tape. If it is patched now, this is its replacement, which
+        casts, and whose calls the tracer sees. Else it is the function itself.
         """
         for owner, name, original, replacement in self._session.patcher.attributes():
             if function is original or function is replacement:

@@ -54,7 +54,7 @@ class Call:
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
         scale: for a loss, a function that returns the loss scale.
-        arrived: for a backward pass through such a part: the results of models, each with the gradient that it got.
+        arrived: for a backward pass with `is_cut`: the results of models, each with the gradient that it got.
         obstacle: why the call cannot be repeated; "" if it can be.
         has_raised: whether a call of a model has raised an error. True until the call has ended.
         is_training: the mode of a model, which the script may change after the call.

@@ -184,8 +184,8 @@ class _ModuleNumbers:
     def take_gradients(self, parameters: Sequence[Tensor]) -> float:
         """Measure the unscaled gradients of parameters, by module. Return the norm of all of them.
 
-        Sketches are made in a step only if all its gradients are finite: other steps may be skipped, and clipping by an
-        infinite norm may have made their finite gradients zero.
+        The sketch of a module is made in the first step in which all gradients are finite: other steps may be skipped,
+        and clipping by an infinite norm may have made their finite gradients zero.
         """
         self._stepped.update(map(id, parameters))
         with_gradients = [parameter for parameter in parameters if parameter.grad is not None]

@@ -23,9 +23,9 @@ def compare(
 ) -> Comparison:
     """Train in several ways, for `steps` steps from each seed, and compare the runs with one of them, the reference.
 
-    `train` is called many times: once for each run and seed, once for each run to measure layers, memory and updates,
-    and with the reference twice more, to measure noise and what it has learned. Files that it writes are overwritten
-    each time.
+    `train` is called many times: once for each run and seed, and once for each run to measure layers, memory and
+    updates. The reference is called once more for each seed to measure noise, and once more to measure what it has
+    learned. Files that `train` writes are overwritten each time.
 
     Args:
         train: a function without arguments. It creates its model and data, calls `amp.initialize` or enters

@@ -160,7 +160,9 @@ class StepFollower(events.Watcher):
 
 
 class _ScalerStep:
-    """The `step` of a GradScaler while a recorder is attached. Copied or pickled, it becomes torch's own `step`."""
+    """The `step` of a GradScaler while a recorder is attached. In a deep copy or a pickle of the GradScaler, it becomes
+    torch's own `step`.
+    """
 
     def __init__(self, follower: StepFollower, scaler: Any) -> None:
         self._follower = follower

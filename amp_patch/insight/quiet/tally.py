@@ -132,7 +132,7 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
     """Compare the stored change of a tensor with the change in float32, the true one. Return None if the true change is
-    zero.
+    zero, or so large that its square overflows float32.
 
     Elements whose change is inf or NaN are left out. Waits for the device.
     """

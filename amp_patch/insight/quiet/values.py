@@ -271,7 +271,7 @@ class ValueWatch:
         return None if known is None else self._coarse.get(id(known))
 
     def _pass_on_coarse(self, op: Op, made: Sequence[Written]) -> None:
-        """Mark the results of an op as coarse if one of its inputs is."""
+        """Mark the results of an op as coarse if an input is. 16-bit inputs that are exact (`_is_simple`) do not count."""
         if _adds_up(op):
             return
         for tensor in op.inputs():
@@ -281,7 +281,7 @@ class ValueWatch:
                 return
 
     def _check_difference(self, op: Op, call: OpCall, written: Written) -> None:
-        """Look for a sum or difference that is small against the rounding errors of its operands."""
+        """Look for a sum or difference of which the rounding errors of its operands are a large part: see `DROWNED`."""
         operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
         dtypes = [self._find_coarse(tensor) for tensor in operands]
         dtype = next((each for each in dtypes if each is not None), None)
@@ -320,7 +320,7 @@ class ValueWatch:
             self._findings.pass_over(QuietCause.CANCELLED, place)
         elif self._find_rounding_left(op, twins) <= UNLIKE * _size(exact[0]):
             self._findings.add(QuietCause.CANCELLED, place, dtype, error=error)
-        # Otherwise nothing is known: inputs that could not be computed in float32 have errors as large as the result.
+        # otherwise nothing is known: the rounding errors that are left are too large compared with the result
 
     def _find_rounding_left(self, op: Op, twins: Twins) -> float:
         """Return the rounding error that the inputs of an op still have in `twins`. `_widen` has removed none from an
@@ -371,8 +371,8 @@ class ValueWatch:
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
         """Report the lost differences that an op reads, except where the loss does no harm.
 
-        It does no harm to a distance, such as (x - y).abs(), which is about 0 in any case. And it does none to
-        x + (y - x), which is about y in any case.
+        It does no harm to a distance of tensors of one shape, such as (x - y).abs(), which is about 0 in any case. And
+        it does none to x + (y - x), which is about y in any case.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)

@@ -176,7 +176,7 @@ class Tuner:
         return format_list(self._bases, entries, reasons)
 
     def _explain_by_run(self, entries: Sequence[ListEntry], needed: ListEntry) -> str:
-        """Return what went wrong in the run without `needed`, one of `entries`. This is the reason for the entry."""
+        """Return the reason for `needed`, one of `entries`: what went wrong in the run without it, if there was one."""
         without = prune([entry for entry in entries if entry != needed])
         trial = self._trials.get(without)
         if trial is None or trial.verdict.passed:

@@ -76,7 +76,7 @@ def explain_non_finite(run: Recording) -> str:
 def find_zero_gradients(reference: Recording) -> tuple[list[str], int]:
     """Return the parameters whose gradients are zero in every step, and the number of all parameters with gradients.
 
-    No error is relative to a gradient of zero, so such parameters cannot be judged. For example, a layer whose weights
+    A gradient of zero has no relative error, so such parameters cannot be judged. For example, a layer whose weights
     start at zero (LoRA's B) makes the gradients of the layers before it zero.
     """
     is_zero: dict[tuple[int, str], bool] = {}
@@ -101,8 +101,8 @@ def _first_non_finite_parameter(run: Recording, step: CheckedStepRecord) -> str:
 
 
 def _compare_losses(reference: CheckedStepRecord, step: CheckedStepRecord) -> float:
-    """Return the largest relative error of the losses of a step. Return inf if one of them is not finite, or if the
-    numbers of losses differ. The losses of the reference are finite.
+    """Return the largest relative error of the losses of a step. Return inf if a loss of either run is not finite, or
+    if the numbers of losses differ.
     """
     if len(reference.losses) != len(step.losses):
         return math.inf
