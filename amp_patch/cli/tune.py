@@ -55,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune, and write or print the list. Return 0 if no fault remains in the traced steps, and the list meets the
-    tolerance or none is needed. Otherwise return 1.
+    """Tune, and write or print the list.
 
-    After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
-    raises KeyboardInterrupt.
+    Return 0 if the list meets the tolerance, or no list is needed, and the traced steps have no fault (see
+    `TuneResult.is_reached`). Otherwise return 1. After Ctrl-C, write or print the best list so far, if there is one,
+    and return 130. Ctrl-C in the run in float32 raises KeyboardInterrupt.
     """
     from ..insight import TuneOptions, Tuner
 

@@ -141,7 +141,7 @@ def error_at(problem: str, path: Path, node: Node) -> OpListError:
 def is_op_list(root: Node) -> bool:
     """Return whether a file that was given as presets is an op list: it has keys of op lists, and no level."""
     assert isinstance(root.value, dict)
-    # every level is a mapping, and no value of an op list is
+    # every level is a mapping, and no value in an op list is a mapping
     is_mapping = {key: isinstance(node.value, dict) for key, node in root.value.items()}
     has_list_key = any(key in KEYS and not is_mapping[key] for key in root.value)
     has_level = any(key not in KEYS and is_mapping[key] for key in root.value)
@@ -161,7 +161,9 @@ def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Nod
 
 
 def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return the values of a mapping by key. Raises or collects an error for each key that is not allowed."""
+    """Return the values of a mapping by key, including keys that are not allowed. Raise or collect an error for each of
+    these.
+    """
     assert isinstance(node.value, dict)
     for key, (line, column) in node.key_positions.items():
         with diagnostics:

@@ -57,7 +57,7 @@ def _check_curve(record: CurveRecord) -> Iterator[str]:
 
 def _check_flight(record: FlightRecord) -> Iterator[str]:
     if {len(record.largest), len(record.zeros), len(record.near)} != {len(record.steps)} or not record.steps:
-        yield f"{record.name!r} has no samples, or not one value of `largest`, `zeros` and `near` for each step"
+        yield f"{record.name!r} has no samples, or `steps`, `largest`, `zeros` and `near` have different lengths"
     if any(later <= step for step, later in zip(record.steps, record.steps[1:], strict=False)):
         yield f"the samples of {record.name!r} are not in the order of their steps"
 

@@ -33,7 +33,8 @@ class _Watched:
         gradient_id: the id of the gradient after the last backward pass or step.
         passed_at: the line of the first backward pass that changed the gradient and seems unscaled; "" if there was
             none.
-        factors: the numbers by which the losses of these passes were multiplied.
+        factors: the magnitudes of the numbers by which the losses of all passes that changed the gradient were
+            multiplied. Empty until a loss has seemed unscaled.
         is_explained: whether the gradient may be scaled, and is not reported: a scaler has scaled a loss, or the script
             has passed gradients to `backward` or has assigned the gradient.
     """

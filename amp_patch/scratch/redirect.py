@@ -25,7 +25,7 @@ It has no layers (see `view`), so other programs find its files under their real
 """
 
 _WITH_ORIGINALS = frozenset({"posix", "_io", "_frozen_importlib", "_frozen_importlib_external"})
-"""Modules of Python that keep the original functions, because the import system calls those."""
+"""Modules of Python that keep the original functions, because the import system calls the originals."""
 
 _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd", "supports_follow_symlinks")
 """Attributes of `os` that hold sets of functions, such as those that take a descriptor in place of a path."""
@@ -34,8 +34,8 @@ _SETS_OF_FUNCTIONS = ("supports_dir_fd", "supports_effective_ids", "supports_fd"
 class _Replacement:
     """The replacement of a built-in function. As a class attribute it is not bound to instances, like a builtin.
 
-    OSErrors name the path as the script sees it. If a disk is full, the error names the path to write instead, which
-    is on the full disk.
+    OSErrors name the path as the script sees it. If a disk is full, the error names the real path in the folder of the
+    run, because this is on the full disk.
     """
 
     def __init__(self, function: Callable[..., Any], original: Any, module: str, view: View) -> None:
@@ -102,7 +102,7 @@ def redirect(root: str, shared: list[str], inductor_cache: str) -> Callable[[], 
             undo.callback(functions.difference_update, added)
         _watch_imports(view, undo)
         undo.callback(guard(view))
-        # no error until here, so `on_error` must not undo anything
+        # all is redirected without an error, so leaving the `with` must undo nothing
         on_error.pop_all()
     return undo.close
 

@@ -271,7 +271,7 @@ class ValueWatch:
         return None if known is None else self._coarse.get(id(known))
 
     def _pass_on_coarse(self, op: Op, made: Sequence[Written]) -> None:
-        """Mark the results of an op as coarse if an input is. 16-bit inputs that are exact (`_is_simple`) do not count."""
+        """Mark the results of an op as coarse if an input is. Exact 16-bit inputs (`_is_simple`) do not count."""
         if _adds_up(op):
             return
         for tensor in op.inputs():
