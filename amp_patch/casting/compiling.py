@@ -119,8 +119,8 @@ def show_region(mode_name: str) -> None:
     """Store the name of this thread's mode where Dynamo guards it, so that code which Dynamo compiles now runs in this
     mode only. "BY_LISTS" clears the state, as outside of regions.
 
-    The body must not name a module of torch, as in `torch.set_autocast_dtype`. Dynamo traces functions that do, and
-    would find that this one changes guarded state.
+    Dynamo skips a function that names no module of torch and has no tensors. So the body must not say
+    `torch.set_autocast_dtype`: Dynamo would trace the body, and find that it changes guarded state.
     """
     if _IDLE_DEVICE is None:
         set_keys(*_KEYS_OF_MODES.get(mode_name, (False, False)))

@@ -76,7 +76,7 @@ class DynamicScale:
 
     init: float = _setting(INIT_SCALE, _is_valid_scale, "a finite positive number")
     growth_factor: float = _setting(2.0, lambda number: 1.0 < number < math.inf, "a finite number greater than 1")
-    backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "greater than 0 and smaller than 1")
+    backoff_factor: float = _setting(0.5, lambda number: 0.0 < number < 1.0, "a number between 0 and 1, both excluded")
     growth_interval: int = _setting(2000, _is_count, f"a whole number from 1 to {MAX_COUNT}")
     hysteresis: int = _setting(1, _is_count, f"a whole number from 1 to {MAX_COUNT}")
 

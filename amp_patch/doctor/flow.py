@@ -361,13 +361,14 @@ class Flow:
     def _find_default(self, maker: ast.Call) -> list[Origin]:
         """Return the dtypes that `torch.set_default_dtype` may have set when the call `maker` makes a model or tensor.
 
-        A call at module level, or in the function that contains `maker`, replaces the dtypes of all calls before it. If
-        an `if` may skip this call, it adds its dtype to theirs.
+        Calls of `torch.set_default_dtype` are taken in the order of the text, those in the function of `maker` last. A
+        call replaces the dtypes of the calls before it if it is at module level or in the function of `maker`, and no
+        `if` may skip it. Any other call adds its dtype to theirs, or to "" if it is the first.
         """
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
         origins: list[Origin] = []
-        # calls in the function of `maker` come last: calls elsewhere have usually run before that function
+        # calls elsewhere have usually run before the function of `maker`
         for call in sorted(calls, key=lambda call: self._script.frame(call) is here):
             frame = self._script.frame(call)
             if frame is here and not self._script.is_before(call, maker):
