@@ -47,7 +47,8 @@ class OpRule(StrEnum):
             decide, or if nothing is cast.
         opt_outs: the names of arguments that switch the rule off: a call that passes one of them, with a value other
             than None, casts nothing.
-        covers_twins: an entry for an op also applies to its in-place twin, `exp_` for `exp`.
+        covers_twins: an entry for an op also decides about its in-place twin, `exp_` for `exp`: by this rule or, if
+            `covers_writes` is False, by `match_self`.
         covers_writes: the rule also holds for ops that write to their first argument. If False, such ops follow
             `match_self` instead, because a cast of the first argument would make them write to a copy.
         takes_sequence: the op takes its tensors in a sequence, as its first argument.

@@ -243,11 +243,11 @@ _KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^
 
 
 def _explain_missing_space(text: str) -> str | None:
-    """Return the error for text that begins with a key, a colon and a value without a space between them, or None."""
+    """Return the error message for text that begins with a key, a colon and a value without a space, or None."""
     match = _KEY_COLON_VALUE.match(text.strip())
     if match is None:
         return None
-    # of a list or a mapping, the text may be only the first part
+    # if the value is a list or a mapping, `text` may end before it does
     value = {"[": "[...]", "{": "{...}"}.get(match[2][0], match[2])
     return f"a colon needs a space after it; write `{match[1]}: {value}`"
 

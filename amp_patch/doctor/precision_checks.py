@@ -44,8 +44,8 @@ def may_be_low(script: Script) -> bool:
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
     """Return the severity and the message of a fault about a value in 16 bits.
 
-    The fault is a warning if the value has 16 bits in every run. Else it is a note, and its message begins with
-    "if the dtype is bfloat16: ".
+    The fault is a warning if the value has 16 bits in every run. Else it is a note, and its message begins with words
+    such as "if the dtype is bfloat16: ".
     """
     if verdict.is_certain:
         return "warning", message
@@ -76,8 +76,10 @@ def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
     """,
 )
 def steps_on_low_weights(script: Script) -> Iterator[Fault]:
-    """torch's optimizers round each update to the dtype of the weight. bfloat16 loses every update below 0.2 % of the
-    weight, float16 below 0.02 %. A fine-tuning learns less than in float32, or nothing, and no message says so.
+    """torch's optimizers round each new weight to the dtype of the weight.
+
+    So bfloat16 loses every update below 0.2 % of the weight, and float16 every update below 0.02 %. A fine-tuning
+    learns less than in float32, or nothing, and no message says so.
     """
     if not may_be_low(script) or _KEEPS_UPDATES.search(script.identifiers):
         return

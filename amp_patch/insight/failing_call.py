@@ -67,12 +67,12 @@ class Level:
 
     @property
     def is_of_user(self) -> bool:
-        """Whether the code is the user's or of a package (see `sites.is_of_user`)."""
+        """Whether the code is the user's, or of an installed package other than torch and amp_patch."""
         return is_of_user(self.file)
 
     @property
     def is_in_package(self) -> bool:
-        """Whether the code is an installed package's."""
+        """Whether the code is of an installed package."""
         return self.file.startswith(_PACKAGES)
 
     @property
@@ -407,14 +407,14 @@ def _call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _may_run_again(function: Any) -> bool:
-    """Return whether a function can be called a second time without an effect on the script.
+    """Return whether a second call, on copies of the tensors, is safe: it must not run code of the script.
 
     True for:
 
     * methods of tensors;
     * modules of torch without buffers, if all modules inside are torch's, too;
     * functions of amp_patch, of torch, and of packages whose names begin with "torch";
-    * functions in C, and other callable objects that are neither Python functions nor classes.
+    * other callable objects except Python functions, partials and classes: most are functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor
@@ -428,7 +428,7 @@ def _may_run_again(function: Any) -> bool:
 
 
 def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `x[index] = value`; None for another assignment, such as that of a loop."""
+    """Return the call of `x[index] = value`; None if something else assigns to `x[index]`, such as a `for`."""
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None

@@ -229,7 +229,10 @@ class Observer:
             call.sources.discard(0)  # the address of a tensor that has none
 
     def _is_reached(self) -> bool:
-        """Return whether lists, or rules for modules, act in this thread now. True at a level without casts of ops."""
+        """Return whether lists, or rules for modules, act in this thread now.
+
+        True at a level without casts of ops, where nothing can switch them off.
+        """
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
     # ---- from below --------------------------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ class Observer:
         if overload.is_silent:
             if self.origins.is_of_interest(overload):
                 self.origins.note(calls[-1] if calls else self._make_call(op), (), op.outputs())
-            return None  # a view shares the storage of its base, which is known already
+            return None  # it has computed no value
         inputs, outputs = op.inputs(), op.outputs()
         cast = None
         if overload.is_copy:
@@ -306,7 +309,7 @@ class Observer:
         return self._running.find_name(module)
 
     def _make_call(self, op: Op) -> OpCall:
-        """Return the call of an op that makes an empty tensor outside of listed calls."""
+        """Return a call for an op such as `torch.empty`, outside of listed calls: the origin of the tensor."""
         site = find_site()
         return OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(op.node, site))
 
@@ -318,7 +321,8 @@ class Observer:
         exact = compute_in_float32(op)
         if low and exact:
             call = self.note(op._replace(result=exact[0].to(low[0])))
-            if call is not None:  # the script may end before other modules of the same class run this line
+            if call is not None:
+                # other modules of the same class would fail here, too, but the script may end before they run
                 self.finder.expect(op, call, low[0], self._running.names_of_same_class())
 
     def _note_inside(self, call: OpCall, cast: tuple[Tensor, Tensor] | None, inputs: Iterable[Tensor]) -> None:
@@ -329,7 +333,7 @@ class Observer:
         source, copy = cast
         call.casts += 1
         call.copied.add(address_of(source))
-        # not the cast of a weight to 16 bits, which is no cast back
+        # A cast of a weight to 16 bits is no half of such a pair.
         if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):
             call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
         # Does this call cast back what the op before has cast? Count a pair of casts that undo each other.

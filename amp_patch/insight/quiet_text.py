@@ -81,7 +81,7 @@ def _describe_collapsed(lost: QuietRecord) -> str:
     if lost.error is None:
         return f"{_percent(lost.kept)} of the evenly spaced values stay distinct"
     used = f" at {lost.used}" if lost.used else ""
-    return f"rounded before an op that small errors upset{used}, whose result is off by {_percent(lost.error)}"
+    return f"rounded before an op that needs all digits: its result{used} is off by {_percent(lost.error)}"
 
 
 def _describe_cancelled(lost: QuietRecord) -> str:
@@ -92,7 +92,7 @@ def _describe_cancelled(lost: QuietRecord) -> str:
 
 def _describe_zero(lost: QuietRecord) -> str:
     zero = None if lost.kept is None else 1 - lost.kept
-    return f"{_percent(zero)} of the gradients are zero, and this call made most of its own zero, unlike in float32"
+    return f"{_percent(zero)} of the gradients are zero; most gradients of this call are zero, but not in float32"
 
 
 def _describe_stale(lost: QuietRecord) -> str:
@@ -142,8 +142,8 @@ def _repair_update(lost: QuietRecord, run: RunRecord | None) -> Iterator[str]:
     if not lost.role:
         if lost.is_temporary:
             yield (
-                "float32 for the sum: dtype=torch.float32 where the tensor that is added to is made, and .float() on"
-                " the values that are added; or .float() on the tensor from which both have their dtype"
+                "float32 for the sum: dtype=torch.float32 for the tensor that this call adds to, and .float() on the"
+                " values that it adds; or .float() on the tensor that gives both their dtype"
             )
         elif lost.op and "batch_norm" in lost.op:
             yield f"float32 for the module: .float() on {lost.module or 'it'} after the cast of the model to {low},"

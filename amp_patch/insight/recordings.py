@@ -1,4 +1,4 @@
-"""`Recording`: the records of one process, written as lines of JSON and read again.
+"""`Recording`: the records of a run, or of a comparison of runs, written as lines of JSON and read again.
 
 A file holds a line for each record, `{"kind": "run" | "op" | ..., ...}`, the run first.
 """
@@ -72,7 +72,7 @@ _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
 
 @dataclass(slots=True)
 class Recording:
-    """The records of one process: the run, then its records in order."""
+    """A record of the run, or of the comparison, then the other records in order."""
 
     run: RunRecord
     records: list[Record]

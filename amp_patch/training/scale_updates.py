@@ -87,7 +87,9 @@ class ScaleUpdates:
                 self._updates_since_read += scaler.is_dynamic
 
     def warn_of_falling_scales(self) -> None:
-        """Warn about scales that have fallen far in a script that leaves out steps itself.
+        """Warn about scales that have fallen far.
+
+        For scripts that read the overflow themselves, and then zero the gradients instead of calling `step`.
 
         Reads the scales, which waits for the device, once in `READ_EVERY` updates. Raises GradientOverflowError if a
         scale is so small that it cannot be the cause of the overflows.
@@ -103,8 +105,10 @@ class ScaleUpdates:
                 stop_if_hopeless([scaler])
 
     def _stack_flags(self, scaler: LossScaler, found_inf: Tensor | None) -> Tensor:
-        """Return three flags, of shape (3,), float32: of the step, of all backward passes since the last update, and
-        whether there are such passes.
+        """Return three flags, of shape (3,), float32.
+
+        They tell whether the step overflows, whether a backward pass since the last update did, and whether there was
+        such a pass.
         """
         zero = torch.zeros((), dtype=torch.float32, device=self._device_type)
         step_flag = zero if found_inf is None else found_inf.to(zero.device)

@@ -185,7 +185,8 @@ def _choose_policy(
     if overrides:
         say("  set by the script: %s", ", ".join(overrides))
     lists = ("apex",) if policy.patch_torch_functions else ()
-    # casts_inside=False: as in Apex, a registered function's rule casts its arguments, and not the ops in its body
+    # casts_inside=False: as in Apex, the arguments of a registered function are cast, and ops in its body follow the
+    # lists
     return replace(policy, lists=lists, casts_inside=False), properties
 
 

@@ -17,8 +17,8 @@ class FP16_Optimizer(_FP16Optimizer):
     """A variant of `fp16_utils.FP16_Optimizer`. Differences:
 
     * By default, its dynamic scale doubles after every 1000 good steps, and does not fall below 1.
-    * By default, `step` unscales the gradients, and `backward` does not. So gradients of several backward passes add
-      up, and the scale is updated once.
+    * By default, `step` unscales the gradients, and `backward` does not. So the scale is updated once for each step,
+      and not for each backward pass.
     * An overflow skips the step also under a static scale.
 
     `state_dict` returns two sets of entries: of this variant in Apex, and of `fp16_utils.FP16_Optimizer`.
@@ -30,7 +30,8 @@ class FP16_Optimizer(_FP16Optimizer):
     Attributes:
         cur_iter: the number of updates of the loss scale so far. After loading a state dict without this entry, the
             count begins with the scaler's number of good steps.
-        last_overflow_iter: the value that `cur_iter` had before the last update after an overflow; -1 if there is none.
+        last_overflow_iter: the value of `cur_iter` at the start of the last step with an overflow; -1 if there was
+            none.
     """
 
     dynamic_loss_defaults: Mapping[str, Any] = {"scale_window": 1000, "min_loss_scale": 1.0}

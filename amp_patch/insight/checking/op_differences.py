@@ -244,10 +244,13 @@ def _compare_op(
 ) -> tuple[list[_Call], list[_Call]]:
     """Compare the calls of one op in two runs, and return the calls without a partner.
 
-    The partner of a call is, in this order: a call on the same line; an equal call on any line; a call between the same
-    anchors (`match_lines`), if both runs have equally many calls between them. Other calls are paired only if each run
-    has the op on a single line (`is_only_line`), or if a line is not known. Otherwise, it is not sure that the calls
-    belong together.
+    Partners are sought in this order:
+
+    1. equal calls on the same line. If the other calls are equal, too, only lines have moved.
+    2. calls on the same line;
+    3. equal calls on any line;
+    4. calls between the same two anchors (see `match_lines`), if both runs have equally many there;
+    5. the remaining calls, if each run has the op on a single line (`is_only_line`), or if a line is not known.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
     if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):
@@ -274,7 +277,7 @@ def _count_by_gap(calls: Sequence[_Call]) -> Counter[int | None]:
 
 
 def _gap(call: _Call) -> int | None:
-    """Return the number of the anchors between which the line of a call is (see `Line.gap`)."""
+    """Return the number that identifies the gap between two anchors in which a call is: see `Line.gap`."""
     return None if call.line is None else call.line.gap
 
 

@@ -74,7 +74,8 @@ def describe_contract(contract: Contract) -> str:
         f" {count_of(len(contract.optimizers), 'parameter group')}",
     ]
     if ops < len(contract.ops):
-        lines.append(f"not promised: {count_of(len(contract.ops) - ops, 'op')}, since equal runs had other calls")
+        differing = count_of(len(contract.ops) - ops, "op")
+        lines.append(f"not promised: {differing}, whose calls differed between equal runs")
     for name, numbers in contract.numbers.items():
         lines.extend(_describe_numbers(name, numbers))
     return "\n".join(lines)

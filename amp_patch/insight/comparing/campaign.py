@@ -114,7 +114,7 @@ def _name_runs(asked: Sequence[str | Settings], reference: str) -> dict[str, Set
     all_runs: list[str | Settings] = list(asked)
     if parse_run(reference) not in map(parse_run, all_runs):
         all_runs.insert(0, reference)
-    # "as-is" and "script" have the same settings, but the reference keeps its name
+    # "as-is" and "script" are two names of the same settings. The reference keeps the name that was asked for.
     reference_place = list(map(parse_run, all_runs)).index(parse_run(reference))
     settings_by_name: dict[str, Settings] = {}
     counts = Counter([name_run(reference)])
@@ -197,7 +197,7 @@ class Campaign:
     def run(self) -> None:
         """Make the runs of the plan. A run that fails is noted; an interrupt propagates.
 
-        Raises RunFailedError if the reference fails in float32, and `may_depend_on_dtype` is False for its error.
+        Raises RunFailedError if the reference fails in float32, unless `may_depend_on_dtype` is True of its exception.
         """
         seeds = self._plan.seeds
         failed = self._train_reference(seeds[0])
@@ -227,7 +227,7 @@ class Campaign:
                     self._look_at_layers(name, seed)
 
     def _stop_at(self, failed: RunFailedError) -> None:
-        """Raise the error of a training that fails at the reference. Return if it raised none and took no step."""
+        """Raise the error of the reference. Return if the error is only that the training took no step."""
         name = self._reference
         if str(failed).startswith(NO_STEP):
             return
@@ -405,7 +405,7 @@ class Campaign:
     ) -> tuple[Recording | None, RunFailedError | None]:
         """Make a run with a probe, and return its recording and its error. A failed run may have both.
 
-        `folder` is the `name` of the `Run`.
+        `folder` becomes `Run.name`: the folder that keeps the files of the script.
         """
         try:
             settings = self._runs[name]
@@ -415,7 +415,7 @@ class Campaign:
             return error.recording, error
         except NoRegionError:  # the script uses no amp, so every run would fail
             raise
-        except Exception as error:  # of the function that trains; other runs may not fail
+        except Exception as error:  # of the function that trains. Other runs can still succeed.
             failed = RunFailedError(f"{type(error).__name__}: {error}".partition("\n")[0])
             failed.__cause__ = error
             return None, failed

@@ -111,7 +111,8 @@ class Findings:
         """Return a record for each cause and line with a loss. These are left out:
 
         1. a line that was checked without a loss in most steps;
-        2. a cancelled difference at a line that was checked without one before: the training may have converged since;
+        2. a cancelled difference at a line whose differences were sound in an earlier step. Once a training has
+           converged, the values that it subtracts are nearly equal;
         3. a line that another finding of the same cause names in `used`.
         """
         return list(self._records())

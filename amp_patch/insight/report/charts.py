@@ -81,7 +81,7 @@ def _draw(
 ) -> Markup:
     parts = [*axes.grid()]
     if noise:
-        title = "noise: the difference that weights changed by one unit in the last place make"
+        title = "noise: the difference if the weights move by one unit in the last place"
         parts.append(axes.area([0.0] * len(noise), noise, "noise", title))
     ranged = [line for line in series if _has_range(line)]
     if len(ranged) == 1:  # areas of several lines would mix their colours
