@@ -26,9 +26,9 @@ class AmpError(RuntimeError):
 
 
 MAX_MESSAGE = 2000
-"""The most characters of the message of a PolicyError or OpListError, which may quote a file.
+"""How many characters are kept of a longer message of a PolicyError or OpListError, which may quote a file.
 
-Of a longer message, the middle is left out.
+Half of them are from its beginning, half from its end.
 """
 
 

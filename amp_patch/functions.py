@@ -82,7 +82,7 @@ def match_function(like: str) -> Callable[[Function], Function]:
 
     Raises ArgumentTypeError if `like` is not text, and OpListError if the function has no argument of this name. A call
     of the function raises OpListError if the argument is neither None nor a tensor. It also raises it if the argument
-    is a tensor of integers or bools, and the other tensors have several floating dtypes.
+    is a tensor of integers or bools, and the other tensors have several of float16, bfloat16 and float32.
 
     Examples:
         >>> @amp.match_function("value")

@@ -35,9 +35,9 @@ def split_version(spec: str | os.PathLike[str]) -> tuple[str | os.PathLike[str],
     version = parse_version(named["version"])
     if version is None or not _is_known(version):
         oldest, newest = (".".join(map(str, known[:2])) for known in (OLDEST_TORCH, NEWEST_TORCH))
-        nearest = oldest if version is not None and version < OLDEST_TORCH else newest
         major_minor = ".".join(named["version"].split(".")[:2])  # "2.12" of "2.12.0.1", which is no version
         shortened = parse_version(major_minor)
+        nearest = oldest if shortened is not None and shortened < OLDEST_TORCH else newest
         if shortened is not None and _is_known(shortened):
             nearest = major_minor
         known_name = f"{named['list']}@{nearest}"

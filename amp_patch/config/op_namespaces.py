@@ -174,7 +174,7 @@ def _is_helper_of_torch(function: types.FunctionType, module_name: str) -> bool:
 def get_op_names() -> tuple[str, ...]:
     """Return the names for ops in `NAMESPACES` that a list may use: bare names, then dotted ones, each sorted.
 
-    Functions whose own name begins with an underscore are left out.
+    Names that begin with an underscore are left out, except operators such as `__add__`.
     """
     bare: set[str] = set()
     dotted: set[str] = set()

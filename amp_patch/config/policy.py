@@ -304,7 +304,8 @@ class Policy:
     def describe(self) -> list[tuple[str, str]]:
         """Return the properties that have a value, as text: [("master_weights", "yes"), ...].
 
-        Leaves out properties without `is_described`, and those that have no effect at this level.
+        Leaves out properties without `is_described`, `patch_torch_functions_type` without patches, and `compute` at a
+        float32 level.
         """
         without_effect = set()  # properties that have a value, which nothing uses at this level
         if not self.patch_torch_functions:

@@ -163,7 +163,7 @@ def _check_module(op: str, owner_name: str) -> None:
 
 
 def _check_attribute(op: str, path: str, value: object) -> None:
-    """Raise OpListError if `value`, the first part of an op's path that is no module, is a class. `path` ends there."""
+    """Raise OpListError if `value`, the object at `path`, is a class of modules: its methods get no rules."""
     if isinstance(value, type) and issubclass(value, torch.nn.Module):
         raise OpListError(
             f"{op!r} is a method of a class of modules, and a rule applies to functions. Choose these modules by"

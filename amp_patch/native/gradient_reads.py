@@ -1,8 +1,8 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-After the backward pass of a scaled loss, it patches functions that scripts use for this, such as `Tensor.norm`.
-`ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`, `unscale_` or
-`step`.
+After many backward passes of scaled losses (see `begin`), it patches functions that scripts use for this, such as
+`Tensor.norm`. `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`,
+`unscale_` or `step`.
 """
 
 import sys
@@ -71,8 +71,8 @@ class GradientReads:
             return
         if self._patcher is None:
             self._patcher = Patcher()
-            # Leave out functions that a session has patched: the session may undo its patches before these are undone,
-            # and patches are undone in reverse order.
+            # Leave out functions that a session has patched: the session may undo its patches first, but patches must
+            # be undone in reverse order.
             patches = [
                 Patch(owner, name, self._make_noting(kind))
                 for owner, name, kind in _READERS

@@ -24,8 +24,11 @@ class PausableHook:
         self._options = [options for options in handle.extra_dict_ref if handle.id in (options() or ())]
         self._is_removed = False
 
-    # `pause` removes the hook and its options from torch's dicts. `resume` sets the options before the hook, so that an
-    # interrupt between the two cannot leave a hook without its options.
+    # A hook that is off must leave no id in torch's dicts: modules are pickled with these ids, and where a module is
+    # loaded, an id may belong to another hook. So `pause` removes the hook and its options.
+    #
+    # `resume` sets the options before the hook, so that an interrupt between the two cannot leave a hook without its
+    # options.
 
     def pause(self) -> None:
         """Turn the hook off. Harmless twice."""
@@ -35,7 +38,7 @@ class PausableHook:
                 known.pop(self._handle.id, None)
 
     def resume(self) -> None:
-        """Turn the hook on. It then runs after all other hooks. Harmless twice."""
+        """Turn the hook on. If it was off, it runs after the hooks that are there now. Harmless twice."""
         hooks = self._handle.hooks_dict_ref()
         if hooks is None or self._is_removed:
             return

@@ -62,8 +62,8 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 class NativeSession(Session):
     """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
 
-    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Its loss
-    scale is the scale of the script's GradScaler.
+    `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Once
+    the script uses an enabled GradScaler, the session shows the scale of that scaler.
 
     Args:
         autocast: the regions in which the lists decide, or None if autocast is disabled.
@@ -210,7 +210,10 @@ class NativeSession(Session):
         self._seen_low = self._seen_low or low
 
     def use_scaler(self, scaler: GradScaler) -> None:
-        """Put a GradScaler of the script first among the scalers of the session."""
+        """Put a GradScaler of the script first among the scalers of the session.
+
+        GradScalers that were used before come after it. The constant scaler that the session began with is dropped.
+        """
         first = self.scalers[0]
         if isinstance(first, _ScriptScaler) and first.scaler is scaler:
             return

@@ -1,8 +1,8 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
 It opens a session when the script enters a region and there is none, because the dtype and the device type of the
-region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it opens the session without a
-region: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
+region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session outside
+of regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
 `amp.initialize`, the session of that call replaces the takeover's.
 """
 
@@ -149,8 +149,8 @@ class Takeover:
             device_type: the device of the region, or of the model.
             low: the dtype of the region, or None outside of regions.
 
-        Returns None if the script calls `amp.initialize` itself, if Dynamo traces this call, and outside of regions if
-        the changes apply to regions only.
+        Returns None if the script calls `amp.initialize` itself, if Dynamo traces this call, and outside of regions
+        unless `_acts_without_region`.
         """
         session = find_session()
         if session is not None or has_own_amp():

@@ -1,8 +1,9 @@
 """`ContainerSearch`: finds patched functions in nested lists, tuples, sets and dicts, to put their replacements there.
 Also finds objects that hold such a function where it cannot be replaced.
 
-Tensor classes with a `__torch_function__` often keep the functions that they handle in a dict or a set. torch looks up
-the function that was called. While it is patched, this is the replacement, so the container must hold the replacement.
+Tensor classes with a `__torch_function__` often keep the functions that they handle in a dict or a set. There, they
+look up the function that torch passes to them. While it is patched, this is the replacement, so the container must hold
+the replacement.
 """
 
 import gc

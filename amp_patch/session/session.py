@@ -337,7 +337,10 @@ class Session:
         return LossBlock(loss, scaler, all_flags, self.gradients, delay_unscale, self.switch, self._cache)
 
     def scaler(self, loss_id: int) -> loss_scaler.LossScaler:
-        """Return a loss scaler by its number. Raises LossIdError if it is out of range."""
+        """Return a loss scaler by its number.
+
+        Raises LossIdError if it is out of range, and ArgumentTypeError if it is no integer.
+        """
         if not hasattr(loss_id, "__index__"):
             raise ArgumentTypeError(f"loss_id={loss_id!r} is not a whole number: pass 0 for the first loss scaler")
         if not 0 <= loss_id < len(self.scalers):

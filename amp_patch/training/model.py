@@ -178,8 +178,8 @@ class ModelBinding:
         """Without module rules, add hooks that cast the inputs of layers.
 
         Hooks of `STRICT_LAYERS` cast inputs from any caller. Hooks of other layers with weights in `low` cast inputs
-        only if the script calls the layer directly. The model itself, layers in `WITHOUT_HOOKS` and their parts get no
-        such hooks.
+        only if the script calls the layer directly. The model itself, Embeddings, and layers in `WITHOUT_HOOKS` with
+        their parts get no such hooks.
         """
         if self._runs or low not in LOW_DTYPES:
             return

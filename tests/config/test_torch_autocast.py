@@ -165,7 +165,8 @@ def test_a_file_passes_its_version_on_to_the_lists_that_it_extends(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("version", "nearest"), [("2.1", "2.6"), ("2.5", "2.6"), ("2.16", "2.15"), ("3.0", "2.15"), ("2.12.0.1", "2.12")]
+    ("version", "nearest"),
+    [("2.1", "2.6"), ("2.5", "2.6"), ("2.5.1.0", "2.6"), ("2.16", "2.15"), ("3.0", "2.15"), ("2.12.0.1", "2.12")],
 )
 def test_a_version_that_the_lists_do_not_know_is_an_error(version: str, nearest: str) -> None:
     message = rf"the lists know torch 2\.6 to 2\.15, not .*; give autocast-cuda@{nearest}$"
