@@ -286,8 +286,8 @@ class RegionCache(WeightCache):
     torch's cache is cleared whenever a thread leaves its outermost region, and keeps nothing under
     `cache_enabled=False`. This cache keeps its copies no longer than torch keeps its own, because a script may edit
     weights in ways that change no version counter (`p.data.add_`). A patch of `torch.clear_autocast_cache` drops the
-    copies, and each use asks torch whether torch's cache is enabled. The fast paths of ops read `valid` without asking, so `valid` stays empty
-    here, and copies are in `_copies`.
+    copies, and each use asks torch whether torch's cache is enabled. The fast paths of ops read `valid` without
+    asking, so `valid` stays empty here, and copies are in `_copies`.
     """
 
     def __init__(self, low: torch.dtype, device_type: str, *, is_rounded: bool = False) -> None:
