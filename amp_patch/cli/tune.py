@@ -1,7 +1,7 @@
 """`amp-patch tune`: searches for a list that keeps few modules or ops of a script in float32, and meets a tolerance.
 
-The script runs unmodified, as under `amp-patch run`, for a few steps: in float32, with each list to try, and under a
-tracer.
+The script runs unmodified, as under `amp-patch run`, and many times: once in float32, once with each list to try, and
+under a tracer. Each run takes a limited number of steps.
 """
 
 import argparse
@@ -57,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, and write or print the list.
 
-    Return 0 if the list meets the tolerance, or no list is needed, and the traced steps have no fault (see
-    `TuneResult.is_reached`). Otherwise return 1. After Ctrl-C, write or print the best list so far, if there is one,
-    and return 130. Ctrl-C in the run in float32 raises KeyboardInterrupt.
+    Return 0 if `TuneResult.is_reached`, otherwise 1.
+
+    After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
+    raises KeyboardInterrupt.
     """
     from ..insight import TuneOptions, Tuner
 

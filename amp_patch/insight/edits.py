@@ -115,7 +115,7 @@ def _choose_trial(call: FailingCall, trials: Trials) -> Trial:
 
 
 def _keep_low(low: torch.dtype, spelling: Spelling, place: CallSite) -> Iterator[str]:
-    """Yield edits after which a call in a 16-bit model may have a 16-bit result, which later layers need."""
+    """Yield edits for a call in a 16-bit model: they let its result stay in 16 bits, because later layers need that."""
     if place.region:
         yield place.region
     names = [name for name, is_weight in zip(spelling.names, spelling.weights, strict=True) if is_weight]
@@ -192,7 +192,7 @@ def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
     """Yield the edit that keeps weights in float32, if it is known which lines of the script have cast them."""
     lines = dict.fromkeys(filter(None, map(casts.find, weights)))
     if lines:
-        yield f"float32 weights: no {' and no '.join(lines)}; torch.autocast around the forward casts what may be cast"
+        yield f"float32 weights: no {' and no '.join(lines)}; put the forward pass under torch.autocast instead"
 
 
 def _enclose(text: str) -> str:

@@ -40,8 +40,9 @@ _ALIGNMENT = 16
 class Bfloat16States:
     """The bfloat16 states of one optimizer.
 
-    A state is kept as bfloat16 if its name is in one of the tables above, and it is a dense float32 tensor of the shape
-    of its parameter. Tensors without dimensions, and tensors of other classes, such as DTensor, stay float32.
+    A state is kept as bfloat16 if its name is in one of the tables above, and it is a float32 tensor of the shape of
+    its parameter, in memory without gaps. Tensors without dimensions, and tensors of other classes, such as DTensor,
+    stay float32.
 
     A state is *open* while it is float32, during a step. A step may run in parts (`step_parts`), and each part opens
     only the states of its own parameters.
@@ -77,7 +78,8 @@ class Bfloat16States:
     def _number(self) -> None:
         """Number the elements of all parameters, from the smallest parameter to the largest.
 
-        Parts of a step take parameters in about this order, so there are few gaps between the states of a part.
+        These numbers select the random numbers of the rounding, which are drawn in blocks (see
+        `stochastic_rounding`). Parts of a step take parameters in about this order, so a part uses few blocks.
         """
         self._positions.clear()
         self._size = 0
@@ -124,7 +126,7 @@ class Bfloat16States:
             starts.append(starts[-1] + source.numel() + -source.numel() % _ALIGNMENT)
         # open states that a failed step has left may still lie in the memory
         if self._memory is None or self._memory.numel() < starts[-1] or self._is_memory_used:
-            self._memory = None  # freed before the next one is taken
+            self._memory = None  # frees the old memory first, unless such states still lie in it
             self._memory = torch.empty(starts[-1], dtype=torch.float32, device="cpu")
         self._is_memory_used = True
         taken: list[Tensor] = []
@@ -182,7 +184,7 @@ class Bfloat16States:
                     if kept is None or kept.shape != value.shape or kept.stride() != value.stride():
                         kept = torch.empty_like(value, dtype=torch.bfloat16)
                     if kept.stride() != value.stride():
-                        continue  # the value is not dense
+                        continue  # the memory of the value has gaps
                     position = _NAMES[name] * self._size + self._positions[id(parameter)]
                     rows.append(_Row(state, name, value, kept, position))
         return rows

@@ -71,8 +71,9 @@ class Measurer:
         return _read(recording)
 
     def find_lost_updates(self) -> ComparedRecord:
-        """Make a run that measures the changes of 16-bit tensors which rounding loses. Return the record whose `kept`
-        and `kept_worst` have the result.
+        """Make a run that measures how much of each change of a 16-bit tensor survives the rounding to 16 bits.
+
+        Return the record with the shares that survive: `kept` and `kept_worst`.
         """
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
@@ -89,8 +90,8 @@ class Measurer:
         base = self.run("the script", keeps_files=True)
         if not base.ops:
             raise SessionError(
-                "the second step has no ops to promise: let the script take two steps or more, with a forward pass in"
-                " each"
+                "a contract has the dtypes of the ops of the second step, and there were none: let the script take two"
+                " steps or more, with a forward pass in each"
             )
         other_threads = 2 if base.recording.run.threads == 1 else 1
         variants = [
@@ -102,10 +103,13 @@ class Measurer:
         return self._make_contract(base, variants, self._try_float32(), self._try_lost_updates())
 
     def _try_float32(self) -> Measured | None:
-        """Make a run of two steps in float32, and return its results; None if the run fails or takes no step."""
+        """Make a run of two steps in float32, and return its results; None if the run fails or takes no step.
+
+        Raises NoRegionError if the script uses no mixed precision: then, there is nothing to check.
+        """
         try:
             return self.run("float32", in_float32=True, steps=2)
-        except NoRegionError:  # the script uses no mixed precision, so there is nothing to check
+        except NoRegionError:
             raise
         except (RunFailedError, SessionError):
             return None
