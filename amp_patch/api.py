@@ -221,7 +221,7 @@ def scale_loss(
     to their steps. Messages about these steps come at a later step, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
-        SessionError: `initialize` was not called, or the models have changed device.
+        SessionError: `initialize` was not called, or the models had another type of device then than the loss has now.
         OptimizerError: `initialize` does not know the optimizer.
         ArgumentTypeError: the loss is not a floating tensor.
         LossIdError: no such `loss_id`.
@@ -289,7 +289,7 @@ def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Te
     """
     if isinstance(tensors, (numbers.Number, str, bytes)):
         raise ArgumentTypeError(
-            f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself, not its .item()"
+            f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself or gradients, no .item()"
         )
     scaler = None if _current.state.is_disabled else _current.require_own().scaler(loss_id)
     if scaler is None or scaler.is_identity:
@@ -380,8 +380,8 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     """Context manager: call `initialize`, and undo it at the end of the block, even after an exception.
 
     After the block, torch and the optimizers are as before, and weights keep their trained values, as after `reset`.
-    Optimizer states are converted like the weights. You can use several scopes one after the other, also on the same
-    objects, but you cannot nest them.
+    Optimizer states are converted to the dtypes of the weights. You can use several scopes one after the other, also on
+    the same objects, but you cannot nest them.
 
     Args:
         models, optimizers, options: as for `initialize`, except `replace`.

@@ -44,9 +44,9 @@ def get_max_attention_scores(device_type: str, dtype: torch.dtype) -> int:
     `has_low_products` is False.
 
     On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it
-    calls oneDNN for each of many small products. In float32, forward, backward and casts together take this part of
-    their time in bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at
-    196x196, 0.9 at 256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so
+    calls oneDNN for each of many small products. The time of forward, backward and casts in float32, divided by the
+    time in bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196,
+    0.9 at 256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so
     float32 wins only up to 64x64.
     """
     if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):
@@ -107,8 +107,8 @@ def explain_imitation(device_type: str, dtype: torch.dtype) -> str:
     """Return the message that torch imitates 16-bit products, because the user has chosen `compute="native"`."""
     name = str(dtype).removeprefix("torch.")
     return (
-        f"this {device_type.upper()} has no fast {name} products. With compute='native', torch imitates them, on most"
-        " CPUs 8 to 30 times slower than float32: leave compute out, or pass compute='float32'"
+        f"this {device_type.upper()} has no fast {name} products. With compute='native', torch imitates them, which is"
+        " slower than float32 (on most CPUs 8 to 30 times): leave compute out, or pass compute='float32'"
     )
 
 

@@ -138,8 +138,8 @@ class Patcher:
 
         If other code has wrapped a replacement with wrapt, its wrapper stays, and calls the original from now on. A
         wrapper of any other kind, or around a static or class method, stays too, and still calls the replacement. A
-        warning names the attribute if the wrapper has `__wrapped__`. So before `undo`, the caller must make
-        replacements call their originals without casts.
+        warning names the attribute, except for a wrapper of a function that has no `__wrapped__`. So before `undo`, the
+        caller must make replacements call their originals without casts.
         """
         self.uncover()
         self._undo_down_to(0)
@@ -249,7 +249,7 @@ class Patcher:
 
 
 def _revert(exchange: Exchange) -> bool:
-    """Undo one exchange. Return False if a wrapper of other code is found in the slot, and stays there."""
+    """Undo one exchange. Return False if a wrapper in the slot is known to still call the replacement."""
     value = exchange.slot.read()
     if value is exchange.after:
         exchange.slot.write(exchange.before)
@@ -260,7 +260,7 @@ def _revert(exchange: Exchange) -> bool:
     if is_restored or not exchange.is_patch:
         return True
     if isinstance(exchange.after, (staticmethod, classmethod)):
-        return False  # wrapt unwraps functions only, and would leave the one inside of our method
+        return False  # wrapt cannot take the replacement, which is in a static or class method, out of a wrapper
     # if other code has wrapped our replacement by wrapt, take the replacement out of the wrapper
     try:
         wrapt.unwrap_object(exchange.slot.owner(), exchange.slot.key, exchange.after, missing_ok=True)
