@@ -77,7 +77,7 @@ class Ranks:
         sys.exit(0)
 
     def find_code(self) -> int:
-        """Return the exit code of a failed script: that of the lowest rank from 1 on. 0 if none of these has failed."""
+        """Return the exit code of the lowest rank, from 1 on, whose script has failed. 0 if none has."""
         codes = (self._code_of(rank) for rank in range(1, self.count))
         return next((code for code in codes if code), 0)
 

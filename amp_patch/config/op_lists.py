@@ -472,8 +472,8 @@ class Overlay:
 
 
 def _find_rule(spelling: Spelling) -> OpRule:
-    """Return the rule that a function follows: that of its entry, or MATCH_SELF if the function may write to its first
-    argument and the rule of its entry does not cover such functions. A write to a cast copy would be lost.
+    """Return the rule of a function's entry. Return MATCH_SELF if the function may write to its first argument, and the
+    rule does not cover such functions: a write to a cast copy would be lost.
     """
     rule, key = spelling.entry.rule, (spelling.owner_name, spelling.name)
     may_write = is_inplace(key) or is_augmented(spelling.name)

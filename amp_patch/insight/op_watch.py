@@ -28,8 +28,10 @@ OnCall = Callable[[Function, Sequence[Any], Mapping[str, Any], str, OpRule | Non
 
 
 class OpWatch:
-    """Sees the calls of listed ops by covers on their patches (`Patcher.cover`), and those of other ops by a
-    TorchFunctionMode, which is on while a module runs. From `start` to `stop`, compiled functions run uncompiled.
+    """Sees the calls of ops.
+
+    Covers on patches (`Patcher.cover`) see the calls of listed ops. A TorchFunctionMode, which is on while a module
+    runs, sees the calls of other ops. From `start` to `stop`, compiled functions run uncompiled.
 
     Args:
         session: the session whose lists name the ops.

@@ -245,7 +245,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpErrorRecord:
-    """The error that an op adds in 16 bits in one step, if its inputs are those of the float32 run, rounded to 16 bits.
+    """The error that an op adds in 16 bits in one step, if its inputs are the float32 run's, rounded to 16 bits.
 
     Attributes:
         run: the name of the run in which the op ran in 16 bits; "" in the recording of a single run.

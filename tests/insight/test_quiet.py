@@ -272,7 +272,7 @@ def test_a_sum_of_a_step_is_counted_by_step_from_the_first_that_is_looked_at():
     (lost,) = tracer.recording.quiet
     assert (lost.step, lost.steps, lost.looked, lost.is_temporary) == (2, 3, 3, True)
     text = insight.format_quiet(lost, tracer.recording.run)
-    assert "in each of 3 steps" in text and "outlives" not in text and "dtype=torch.float32" in text
+    assert "in each of 3 steps" in text and "outlives" not in text and "dtype=torch.float32 for" in text
 
 
 def test_a_change_whose_squares_exceed_float32_does_not_count():

@@ -240,7 +240,7 @@ class Replay:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with those of the first run that are still alive and unchanged."""
+        """Compare the results of a call with its results in the first run, as far as these are alive and unchanged."""
         for (reference, version), result in zip(call.made, results, strict=False):
             first = reference()
             if first is None or first is result or read_version(first) != version:

@@ -259,7 +259,7 @@ class Contract:
 
 
 def _find_problem(line: ContractLine | None) -> str:
-    """Return what is wrong with the values of a record, which may be edited by hand; "" if nothing is."""
+    """Return a message about a wrong value in a record, because users may edit records by hand; "" if there is none."""
     bands: list[float | None] = []
     if isinstance(line, ContractRecord) and (line.schema < 1 or line.steps < 2):
         return f"schema {line.schema} and {line.steps} steps"

@@ -213,7 +213,7 @@ class _FirstWeights:
 
     @torch.no_grad()
     def put_back(self, optimizer: Optimizer) -> None:
-        """Put the weights of this optimizer back. Leave those of others alone: a backward pass may still need them."""
+        """Put the weights of this optimizer back. A backward pass may still need the weights of other optimizers."""
         for weight, value in self._kept.get(id(optimizer), ()):
             weight.copy_(value)
         current.require().sync()

@@ -83,8 +83,9 @@ class Summary:
         return [run for run in self.runs if run.failed]
 
     def curves(self, name: str, *, is_noise: bool = False) -> dict[int, CurveRecord]:
-        """Return the curves of a run by seed. With `is_noise`, return those of its variant whose weights are off by one
-        unit in the last place.
+        """Return the curves of a run by seed.
+
+        With `is_noise`, return the curves of the variant whose weights are off by one unit in the last place.
         """
         curves = [curve for curve in self.recording.of(CurveRecord) if curve.run == name and not curve.is_frozen]
         return {curve.seed: curve for curve in curves if curve.is_noise is is_noise}
