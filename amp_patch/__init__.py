@@ -1,4 +1,4 @@
-"""Mixed precision for PyTorch with levels and editable op lists: the functions of apex.amp, on current torch.
+"""Mixed precision for PyTorch with opt_levels and editable op lists: the functions of apex.amp, on current torch.
 
 import amp_patch as amp
 
@@ -68,10 +68,10 @@ __all__ = [
 
 
 class _Package(types.ModuleType):
-    """The class of this module. It keeps the public function `amp_patch.session`.
+    """The class of this module. It keeps `amp_patch.session` the public function.
 
-    A subpackage has the same name. When it is imported, Python sets the attribute `session` to it; the setter below
-    ignores this.
+    There is also a subpackage `amp_patch.session`. When Python imports it, it sets the attribute `session` of this
+    module to the subpackage. The setter below ignores this.
     """
 
     @property
@@ -87,9 +87,10 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name; its module is imported at the first use of the name.
+    """Return the object of a public name, and import its module if this is the first use of the name.
 
-    So `import amp_patch` does not import torch, which would make every command slow, even `amp-patch --help`.
+    So `import amp_patch` does not import torch. Importing torch would make every command slow, even `amp-patch --help`.
+    Raises AttributeError for any other name.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -101,5 +102,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names and the usual attributes of a package, without private modules and subpackages."""
+    """Return the public names and the usual attributes of a package, without submodules other than `amp`."""
     return [*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__", "__spec__"]

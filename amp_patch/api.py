@@ -104,7 +104,7 @@ def initialize(
         opt_level: a level of the presets: "O0" to "O5", or one of your own.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: each replaces the level's property
             of the same name. `lists/presets.yaml` explains the properties.
-        patch_torch_functions_type, compute, split_masters, optimizer_state_type: these replace properties, too.
+        patch_torch_functions_type, compute, split_masters, optimizer_state_type: replace properties in the same way.
         loss_scale: replaces the level's loss scale: a positive number, "dynamic", or a mapping of some of `init`,
             `growth_factor`, `backoff_factor`, `growth_interval` and `hysteresis` for a dynamic scale.
         cast_model_outputs: dtype of the models' floating outputs. Default: float32 if models are cast, else unchanged.
@@ -127,7 +127,8 @@ def initialize(
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong. Models and
             optimizers were not changed, except that with `replace`, an earlier session may have been closed.
-        SessionError: models of another policy are still alive, or a `scale_loss` block is open.
+        SessionError: models of a call with another policy are alive (with `enabled=False`: of any call), or a `session`
+            or `scale_loss` block is open.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
@@ -184,7 +185,7 @@ def _announce(session: Session, *, is_joined: bool) -> None:
 
 
 def _find_valid_optimizers(optimizers: Any) -> Sequence[Any]:
-    """Return the optimizers in an argument, or none if it is not valid: with `enabled=False`, it is not checked."""
+    """Return the optimizers in an argument. If it is not valid, return (): with `enabled=False`, that is no error."""
     with contextlib.suppress(ArgumentTypeError):
         return as_optimizers(optimizers)
     return ()
@@ -218,12 +219,12 @@ def scale_loss(
 
     After the first block, a block waits for the device only if it raises an exception. Under a dynamic scale, `step()`
     waits once. torch's fused Adam, AdamW, SGD and Adagrad can skip on the device instead, unless the script adds hooks
-    to their steps. Messages about these steps come at a later step, or when you read `step_was_skipped` or `stats()`.
+    to their steps. Messages about such skips come at a later step, or when you read `step_was_skipped` or `stats()`.
 
     Raises:
         SessionError: `initialize` was not called, or the models had another type of device then than the loss has now.
         OptimizerError: `initialize` does not know the optimizer.
-        ArgumentTypeError: the loss is not a floating tensor.
+        ArgumentTypeError: the loss is not a floating tensor, or `optimizers` is empty or holds something else.
         LossIdError: no such `loss_id`.
 
     Examples:
@@ -256,7 +257,8 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
     The product is differentiable. It is float32, or complex for a complex tensor. If the scale is always 1, or amp is
     disabled, returns `tensors` itself. For a gradient penalty, scale the output, take gradients with
     `create_graph=True`, `unscale` them, and add the penalty to the loss that you pass to `scale_loss`. If the gradients
-    overflow, that loss overflows too, so a dynamic scale falls. Raises ArgumentTypeError for a number or text.
+    overflow, that loss overflows too, so a dynamic scale falls. Raises ArgumentTypeError for a number or text,
+    SessionError before `initialize`, and LossIdError for an unknown `loss_id`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -272,7 +274,7 @@ def scale(tensors: Any, loss_id: int = 0) -> Any:
 def unscale(gradients: Any, loss_id: int = 0) -> Any:
     """Divide gradients (a tensor, or any container of tensors; None stays None) by a loss scale.
 
-    The result is differentiable, and has the dtype of the gradients. Raises ArgumentTypeError for a number or text.
+    The result is differentiable, and has the dtype of the gradients. Raises the errors of `scale`.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O4", loss_scale=8.0, verbosity=0)
@@ -284,9 +286,7 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 
 
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return a tensor or container with `apply(tensor, scale)` in place of each tensor. If amp is disabled, or the
-    scale is always 1, return `tensors` itself.
-    """
+    """Return `tensors` with `apply(tensor, scale)` in place of each tensor, or unchanged if no scale is in use."""
     if isinstance(tensors, (numbers.Number, str, bytes)):
         raise ArgumentTypeError(
             f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself or gradients, no .item()"
@@ -350,15 +350,15 @@ def session(
     compute: str | None = None,
     verbosity: int = 0,
 ) -> Iterator[None]:
-    """Context manager: cast by the lists of a level, for code without a model.
+    """Context manager: cast the arguments of torch's functions by the op lists of a level, for code without a model.
 
     Args:
         opt_level: a level that patches functions, such as "O1" or "O4". "O0" casts nothing.
         device: the device whose tensors are cast. Default: the accelerator if there is one, else the CPU.
         lists, presets, patch_torch_functions_type, compute, verbosity: as for `initialize`.
 
-    Raises SessionError inside another session, PolicyError at a level that casts models, ArgumentValueError for an
-    unknown device, and the errors of `initialize` for its arguments.
+    Raises SessionError inside another such block or while an initialized model is alive, PolicyError at a level that
+    casts models, ArgumentValueError for an unknown device, and the errors of `initialize` for its arguments.
 
     Examples:
         >>> with amp.session(opt_level="O4", device="cpu"):
@@ -389,7 +389,7 @@ def scope(models: Any, optimizers: Any = None, **options: Any) -> Iterator[Any]:
     Yields:
         the result of `initialize`.
 
-    Raises SessionError inside another session, ArgumentTypeError for an unknown option, and the errors of `initialize`.
+    Raises SessionError in a `session` block or while an initialized model is alive, and the errors of `initialize`.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2)
@@ -420,7 +420,7 @@ def reset() -> None:
     """Undo `initialize`: restore torch's functions and the optimizers. Weights keep their trained values.
 
     Weights that `initialize` cast take the float32 values of their masters. Without masters, they return to their
-    earlier dtype.
+    earlier dtype. Raises SessionError inside a `scale_loss` block.
 
     Examples:
         >>> original = torch.matmul
@@ -468,15 +468,15 @@ def fsdp_policy(
 ) -> "MixedPrecisionPolicy":
     """Return the `mp_policy` to pass to `torch.distributed.fsdp.fully_shard` for a level.
 
-    At O2 and O5, the float32 shards are the masters. Parameters are gathered and used in the low dtype, and gradients
-    are reduced in it, as under DistributedDataParallel at these levels. At the other levels, FSDP casts nothing.
+    At O2 and O5, the float32 shards are the masters. Parameters are gathered and used in the level's 16-bit dtype, and
+    gradients are reduced in it, as under DistributedDataParallel. At the other levels, FSDP casts nothing.
 
     Args:
         opt_level: a level of the shipped presets, or of the file that AMP_PATCH_PRESETS names.
         module: the module that is sharded. It matters for a batch normalization layer that is sharded by itself: such a
             layer stays float32 at O2 and O5.
-        reduce_dtype: the dtype in which gradients are summed over the ranks, at O2 and O5. None: the low dtype. float32
-            is more exact and doubles the traffic.
+        reduce_dtype: the dtype in which gradients are summed over the ranks, at O2 and O5. None: the 16-bit dtype.
+            float32 is more exact and doubles the traffic.
 
     Raises PolicyError for an unknown level, and ArgumentTypeError if `module` or `reduce_dtype` has the wrong type.
 

@@ -41,7 +41,8 @@ class DeprecatedFeatureWarning(FutureWarning):
 class Installed(contextlib.ExitStack):
     """The handle of one call of `install`: `remove()`, or the end of a `with` block, undoes the call.
 
-    Remove several handles in the reverse order of their calls: each restores the level and the lists before its call.
+    Remove several handles in the reverse order of their calls: each restores the `opt_level` and `lists` that were in
+    force before its call.
     """
 
     def remove(self) -> None:
@@ -56,12 +57,13 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
     the earlier values. `force` then has no effect.
 
     Args:
-        opt_level: a level to use instead of the script's.
-        lists: op lists (names or paths) on top of the list `apex`, at levels that patch functions. Later lists win.
+        opt_level: replaces the opt_level that the script passes to `amp.initialize`. None keeps the script's.
+        lists: op lists (names or paths) that are added to the op list `apex`. Later lists win. At an opt_level that
+            casts the model to 16 bits, only the module rules in them have an effect. At O0, they have none.
         force: use the stand-in even if an installed `apex` has the part that is imported.
 
-    Returns a handle whose `remove()` undoes this call; it also works as a `with` block. Raises ArgumentTypeError if
-    `lists` is a str.
+    Returns a handle whose `remove()` undoes this call. The handle is also a context manager, which undoes the call at
+    the end of its block. Raises ArgumentTypeError if `lists` is a str.
     """
     if isinstance(lists, str):
         raise ArgumentTypeError(f"lists={lists!r} must be a sequence of lists: write lists=[{lists!r}]")
@@ -78,7 +80,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget the level and the lists in force."""
+    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget `opt_level` and `lists`."""
     finder = _finder.get_installed()
     if finder is not None:
         finder.remove()

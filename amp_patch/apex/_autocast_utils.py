@@ -9,7 +9,10 @@ from ._core import cast_tree
 
 
 def _cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """Return the arguments. Floating tensors on devices where autocast is enabled are cast, except float64."""
+    """Return the arguments, with floating tensors cast to the dtype of `torch.autocast`.
+
+    float64 tensors, and tensors on devices where autocast is disabled, stay as they are.
+    """
     cast: tuple[Any, ...] = cast_tree(args, _cast)
     return cast
 

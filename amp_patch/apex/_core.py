@@ -147,7 +147,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore torch's own functions. Close a session without models, such as the session that `init` opens."""
+    """Restore torch's own functions. If the session has no models, as one that `init` opened, close it."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -155,7 +155,9 @@ def remove_casts(session: Session) -> None:
 
 
 def patch_again(session: Session) -> None:
-    """Patch the ops again if `remove_casts` restored them, and patch functions that were registered since."""
+    """Patch the ops again if `remove_casts` restored torch's own. Also patch functions that were registered since the
+    session opened.
+    """
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()
     for known in current.state.registered:
@@ -241,9 +243,10 @@ class OptimizerView:
         self._binding.attach(name, value)
 
     def groups(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield a list of pairs for each parameter group: (the model's parameter, its master).
+        """Yield a list of pairs for each parameter group: (the model's parameter, its float32 master).
 
-        If a parameter has no master, the pair holds it twice. The optimizer updates the second tensor.
+        If a parameter has no master, the pair holds it twice. The optimizer updates the second tensor of a pair. Yields
+        nothing if the optimizer was freed.
         """
         optimizer = self._binding.optimizer
         if optimizer is not None:
@@ -286,7 +289,7 @@ class HandScaledPass:
         self._block: LossBlock | None = None
 
     def begin(self) -> None:
-        """Enter a `scale_loss` block for the gradients, with a placeholder as its loss.
+        """Enter a `scale_loss` block with a placeholder as its loss. `end` leaves the block.
 
         Does nothing if the optimizer was freed. Raises SessionError without a session.
         """

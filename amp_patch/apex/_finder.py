@@ -54,7 +54,9 @@ class _AliasLoader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore `__spec__`, and put submodules that are imported already into `sys.modules` under their `apex` names.
+        """Restore `__spec__`. Put submodules that are imported already into `sys.modules` under their `apex` names.
+
+        The package `apex` itself needs no such entries: its attribute with the name of a submodule is that submodule.
 
         If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask a loader, and Python would
         set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay the
@@ -62,7 +64,7 @@ class _AliasLoader(importlib.abc.Loader):
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
-        if alias == "apex":  # its attributes with the names of submodules are the submodules
+        if alias == "apex":
             return
         for name, submodule in list(sys.modules.items()):
             if name.startswith(self._real_name + "."):
@@ -86,7 +88,7 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def __init__(self, package: str, *, force: bool) -> None:
         self._package = package
         self._force = force
-        # whether `apex` is the stand-in alone, because none is installed or it is replaced; `_examine` decides
+        # whether `apex` is the stand-in alone, because none is installed or it is replaced; None until `_examine`
         self._replaces: bool | None = None
         self._is_idle = False  # whether an installed `apex` is left alone
         self._displaced: dict[str, ModuleType] = {}  # modules of the replaced `apex`, by name, for `remove`
@@ -141,10 +143,11 @@ class ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of an installed `apex` that is completed, or of the stand-in.
+        """Return the spec of a module of the stand-in, or of an installed `apex` that is completed.
 
-        Return None for names that are not Apex's, for modules that neither has, and if an installed `apex` is left
-        alone. If there is a modern replacement for a part of Apex that neither has, raise ModuleNotFoundError.
+        Return None for any other name, so that Python asks the next finder. If an installed `apex` is left alone,
+        return None for all of its modules. For compiled modules, see `_find_compiled`. Raise ModuleNotFoundError for a
+        part of Apex that neither package has, if `_gone` names a replacement.
         """
         # `from apex import RNN` looks for `amp_patch.apex.RNN`, because the stand-in keeps its own `__name__`
         if fullname.startswith(self._package + "."):
@@ -183,9 +186,9 @@ class ApexFinder(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def _asking_others(self) -> Iterator[None]:
-        """Context manager in which this finder finds no `apex`, in this thread.
+        """Context manager: while the block runs, this finder finds no module of Apex for this thread.
 
-        Other finders may go through `sys.meta_path` themselves, and would call this finder in a circle.
+        The block calls other finders. They may go through `sys.meta_path` themselves, and would call this finder again.
         """
         self._thread.is_asking = True
         try:

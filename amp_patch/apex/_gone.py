@@ -1,4 +1,4 @@
-"""Parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and a modern replacement."""
+"""Parts of Apex that amp_patch's stand-in for Apex lacks, each with its purpose and what to use in its place."""
 
 _GONE = {
     "apex.amp.wrap": (

@@ -13,5 +13,5 @@ class Metadata(importlib.metadata.Distribution):
         return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
-        """Return the path in this package for a file of the distribution, such as `apex/amp/__init__.py`."""
+        """Return where a file of the distribution, such as `apex/amp/__init__.py`, is in the folder of amp_patch."""
         return pathlib.Path(__file__).parent.parent / path

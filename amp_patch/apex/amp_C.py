@@ -93,9 +93,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """[gradients, params, momenta, optionally 16-bit copies of params]: `updates.sgd_` on scale * gradient.
+    """[gradients, params, momenta, optionally copies of params]: `updates.sgd_` on scale * gradient.
 
-    Does nothing if the flag is set. `wd_after_momentum` raises OptimizerError if true.
+    Writes the new params to the copies, too. Does nothing if the flag is set. `wd_after_momentum` raises OptimizerError
+    if true.
     """
     if wd_after_momentum:
         raise OptimizerError("multi_tensor_sgd: wd_after_momentum is not offered: leave it out")

@@ -1,4 +1,4 @@
-"""Stands in for `apex_C`, a compiled extension of Apex: flattens tensors into one tensor, and splits that again."""
+"""Stands in for `apex_C`, a compiled extension of Apex: flattens tensors into one tensor, and splits such a tensor."""
 
 from collections.abc import Sequence
 

@@ -3,8 +3,9 @@
 A *row* is a part of the input that is normalized by itself. A forward function returns the output and the statistics of
 the rows, of shape (rows,), in float32 (float64 for float64). For LayerNorm, these are the means and the inverse
 deviations 1 / sqrt(variance + eps); for RMSNorm, only 1 / sqrt(mean square + eps). A backward function takes the
-statistics as arguments, but computes its own. "affine" functions take a weight (`gamma`), and for LayerNorm a bias
-(`beta`). The output has the dtype of the input, or for "mixed" functions the dtype of the weight.
+statistics as arguments, but computes its own, and raises ArgumentTypeError if `memory_efficient` is true. "affine"
+functions take a weight (`gamma`), and for LayerNorm a bias (`beta`). The output has the dtype of the input, or for
+"mixed" functions the dtype of the weight.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,8 +11,8 @@ they change no values. Where no kernel supports the tensors, `sgd_` and `adam_` 
 also a `step` that is a tensor. Nothing else here waits for the device.
 
 Formulas use these letters: p parameters, g gradients, m and v the first and second moments, n norms, wd weight decay,
-b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected, if `corrects_bias` is true:
-m^ = m / (1 - b1^step), v^ = v / (1 - b2^step).
+b1 and b2 betas, |x| the L2 norm of a tensor. A hat means that the bias is corrected: m^ = m / (1 - b1^step),
+v^ = v / (1 - b2^step). Without `corrects_bias`, m^ = m and v^ = v.
 """
 
 __role__ = "optimizer"  # the role of this code in reports; `insight/sites.py` lists the roles
@@ -297,7 +297,7 @@ def adam_direction(m: Part, v: Part, corrections: tuple[float, float], eps: floa
 
 
 def adapt(updates: Part, param_norms: Tensor, update_norms: Tensor) -> tuple[Tensor, ...]:
-    """Return each update times the ratio of the norms, with 1 as the ratio if a norm is 0."""
+    """Return each update u times |p| / |u|, where p is its parameter; u itself if one of the two norms is 0."""
     ratios = torch.where((param_norms > 0) & (update_norms > 0), param_norms / update_norms, 1.0)
     return foreach_mul(updates, ratios.unbind())
 
@@ -324,7 +324,7 @@ def novograd_(
     holds the n, 0-dim tensors.
 
     n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for `norm_type` 0
-    n^ = n / sqrt(1 - b2^step)
+    n^ = n / sqrt(1 - b2^step), or without `corrects_bias` n^ = n
     m = b1 m + (1 - b1) g, or without `averages_gradients` m = b1 m + g
     p -= lr (m^ / (n^ + eps) + wd p)
 
@@ -371,7 +371,8 @@ def _run_kernel(kernel: Callable[..., Any], lists: Sequence[Part], found_inf: Te
         kernel(*lists, **options, maximize=False, found_inf=flag)
     except NotImplementedError:  # raised before anything is changed, if the device has no kernel
         return False
-    # The kernel does not raise the version of the parameters, by which the weight cache knows that they have changed.
+    # The kernel does not raise the version of the parameters, by which the cache of 16-bit weights
+    # (`casting/weight_cache.py`) knows that they have changed.
     torch.autograd.graph.increment_version(list(lists[0]))
     return True
 

@@ -1,4 +1,4 @@
-"""`apex.amp` on top of `amp_patch`: Apex's public functions, and the private names of it that scripts use.
+"""`apex.amp` on top of `amp_patch`: Apex's public functions, and private names of Apex that scripts use.
 
 As in Apex, `amp._amp_state` is the object `_amp_state` of the submodule `_amp_state`, and not the submodule.
 """

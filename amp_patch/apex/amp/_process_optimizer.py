@@ -1,7 +1,7 @@
 """The attributes that Apex set on an optimizer besides `step`: `_amp_stash`, and private methods that scripts call.
 
-Apex made masters in the first `scale_loss`, by the method `_amp_lazy_init`. Here masters exist from `initialize` on, so
-this method does nothing.
+Masters are float32 copies of 16-bit parameters, which the optimizer updates. Apex made them in the first `scale_loss`,
+by the method `_amp_lazy_init`. Here they exist from `initialize` on, so this method does nothing.
 """
 
 import functools
@@ -36,7 +36,7 @@ class AmpOptimizerState:
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether gradients are still scaled, as after `delay_unscale=True`.
+        """Whether gradients are still scaled, as after a block of `scale_loss(..., delay_unscale=True)`.
 
         Setting it to False unscales them. Setting it to True has no effect.
         """
@@ -97,7 +97,7 @@ def attach_apex_names(optimizer: Optimizer) -> None:
     hand_scaled = HandScaledPass(optimizer)
     view.attach("_prepare_amp_backward", hand_scaled.begin)
     view.attach("_post_amp_backward", functools.partial(_post_amp_backward, hand_scaled, view.device))
-    # as in Apex, where the method exists only at levels with masters
+    # as in Apex, where this method exists only at opt_levels with masters
     if require_session().policy.master_weights:
         view.attach("_master_params_to_model_params", view.copy_masters_to_parameters)
 
@@ -107,7 +107,7 @@ def _masters_exist() -> None:
 
 
 def _post_amp_backward(hand_scaled: HandScaledPass, device: torch.device, scaler: LossScaler) -> None:
-    """Unscale the gradients of a backward pass, and note an overflow for `scaler.update_scale()` and `step()`."""
+    """Unscale the gradients of a backward pass. Note an overflow for the next `scaler.update_scale()` and `step()`."""
     hand_scaled.end(scaler.open_pass(device))
 
 

@@ -1,4 +1,4 @@
-"""`filter_attrs`, the only name that scripts import from Apex's `apex.amp.compat`, mostly by an editor's suggestion."""
+"""`filter_attrs`, the only name that scripts import from Apex's `apex.amp.compat`."""
 
 from typing import Any
 

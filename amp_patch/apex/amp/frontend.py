@@ -1,12 +1,12 @@
-"""Apex's `apex.amp.frontend`: `initialize`, the levels, and amp's state in checkpoints.
+"""Apex's `apex.amp.frontend`: `initialize`, the opt_levels, and amp's state in checkpoints.
 
-As in Apex, levels are O0 to O3, and their 16-bit dtype is float16 by default. (`amp-patch run --opt-level LEVEL` may
-replace a script's level by any of amp_patch's.) The op list is `lists/apex.yaml`, which bans `binary_cross_entropy`.
-Messages are printed on stdout.
+As in Apex, opt_levels are O0 to O3, and their 16-bit dtype is float16 by default. (`amp-patch run --opt-level LEVEL`
+may replace the script's opt_level by any of amp_patch's.) The op list is `lists/apex.yaml`, which bans
+`binary_cross_entropy`. Messages are printed on stdout.
 
 Unlike in Apex, models may be on the CPU, and `initialize` may be called again. A later call with the same options adds
-its models and optimizers, and starts the loss scales anew. A later call with other options ends the first session, and
-earlier models get their dtypes back.
+its models and optimizers, and starts the loss scales anew. A later call with other options undoes the earlier calls:
+their models get their dtypes back.
 """
 
 import collections
@@ -84,7 +84,7 @@ class Properties:
 
 @dataclass(frozen=True)
 class Level:
-    """One of Apex's levels, as scripts look them up in `opt_levels`."""
+    """One of Apex's opt_levels. Scripts look them up in `opt_levels`."""
 
     name: str
 
@@ -148,7 +148,7 @@ def initialize(
     session = _open_session(policy, model_list, optimizer_list, num_losses)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    # as in Apex, only levels that patch functions have a handle
+    # as in Apex, only opt_levels that patch functions have a handle
     if session.casts is not None:
         _amp_state.handle = AmpHandle(session)
     return returned
@@ -159,7 +159,8 @@ def _choose_policy(
 ) -> tuple[Policy, Properties]:
     """Return the policy for the arguments of `initialize`, and its options as `Properties`. Print the options.
 
-    A level of `amp-patch run` or `amp_patch.apex.install` replaces the script's level.
+    An opt_level of `amp-patch run` or `amp_patch.apex.install` replaces the script's. Raises PolicyError if an argument
+    is wrong.
 
     Args:
         given: the arguments of `initialize` that are Apex's options; None for an option that the script leaves open.
@@ -201,7 +202,7 @@ def _open_session(
     # after `handle._deactivate()`, functions are torch's own again, so a new session has to patch them
     has_ended = isinstance(handle, AmpHandle) and handle.has_ended()
     earlier_session = find_session()
-    # a session that `init` opened would not end when the models are freed
+    # do not add the models to a session that `init` opened: it would not end when they are freed
     is_without_models = earlier_session is not None and not earlier_session.has_models
     session = open_session(
         policy,
@@ -227,10 +228,11 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict` into the loss scalers, in the order of its entries.
+    """Load the result of `state_dict` into the loss scalers: the n-th entry into the n-th scaler.
 
-    If the numbers of scalers differ, load as many as both have, and print a warning. Do nothing if amp is disabled.
-    Raises CheckpointError (a RuntimeError), before anything is loaded, for an entry without "loss_scaler" in its name.
+    If there are more entries than scalers, or fewer, load as many as there are of both, and print a warning. Do nothing
+    if amp is disabled. Raises CheckpointError (a RuntimeError) for an entry without "loss_scaler" in its name, and the
+    errors of `amp_patch.load_state_dict`. If it raises, nothing is loaded.
     """
     if is_disabled():
         return

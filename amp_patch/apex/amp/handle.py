@@ -25,15 +25,18 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """See `amp_patch.scale_loss`.
 
-    As in Apex, `loss_scale()`, `_amp_stash.already_patched` and `optimizer.step` tell scripts after the block whether
-    its gradients overflowed. So under a dynamic scale the end of the block waits for the device, unless `delay_unscale`
-    or `delay_overflow_check` is set.
+    As in Apex, if the gradients overflow under a dynamic scale, the end of the block replaces `optimizer.step` (see
+    `_process_optimizer.show_skip`), and scripts may look for that. So under a dynamic scale, the end of the block waits
+    for the device, unless `delay_unscale` or `delay_overflow_check` is set.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
 
 class _Block(NoLoss, contextlib.AbstractContextManager[Tensor]):
-    """The block `inner`. `NoLoss` adds a `backward` that raises an error, because scripts take it for the loss."""
+    """The context manager `inner`, with a `backward` (from `NoLoss`) that raises an error with advice.
+
+    Scripts may take `scale_loss(...)` for the loss, and call `backward()` on it.
+    """
 
     def __init__(self, inner: contextlib.AbstractContextManager[Tensor]) -> None:
         self._inner = inner
@@ -81,8 +84,8 @@ def _scale_loss(
 class AmpHandle:
     """Switches the casts of torch's functions on and off.
 
-    `init` returns one, unless it patches nothing. `initialize` makes one at levels that patch functions. Both store it
-    as `_amp_state.handle`.
+    `init` returns one, unless it patches nothing. `initialize` makes one at opt_levels that patch functions. Both store
+    it as `_amp_state.handle`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -109,7 +112,7 @@ class AmpHandle:
         return disable_casts()
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Return a wrapper of the optimizer that has `num_loss` loss scalers of its own."""
+        """Return an `OptimWrapper` of the optimizer, with a loss scaler for each of `num_loss` losses in a step."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> NoReturn:
@@ -124,7 +127,7 @@ class AmpHandle:
         api.refresh()
 
     def _deactivate(self) -> None:
-        """Restore the original functions. Models and optimizers stay as `initialize` changed them."""
+        """Restore torch's own functions. Models and optimizers stay as `initialize` changed them."""
         self._is_deactivated = True
         remove_casts(self._session)
 

@@ -14,7 +14,7 @@ class OptimWrapper:
     """Wraps an optimizer, with one loss scaler for each of the `num_loss` losses in a step.
 
     Attributes other than `scale_loss` and `step` are read from the optimizer. While the handle's casts are not active,
-    `scale_loss` yields the loss as it is, and `step` only calls the optimizer's.
+    `scale_loss` yields the loss as it is, and `step` only calls the optimizer's `step`.
     """
 
     def __init__(self, optimizer: Optimizer, amp_handle: Any, num_loss: int) -> None:
@@ -28,7 +28,10 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss times its scale. The n-th loss of a step uses the n-th scaler."""
+        """Context manager: yield the loss times its scale. The n-th loss of a step uses the n-th scaler.
+
+        Raises IndexError if a step has more than `num_loss` losses.
+        """
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -41,7 +44,10 @@ class OptimWrapper:
             yield scaled_loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, or skip after an overflow. While these casts are active, a closure raises NotImplementedError."""
+        """Step, or skip the step after an overflow.
+
+        While the handle's casts are active, a closure raises NotImplementedError.
+        """
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0

@@ -91,7 +91,7 @@ class LossScaler:
     def _overflow_buf(self) -> Tensor:
         """A tensor of one integer, which is not 0 after an overflow. `update_scale` reads it.
 
-        Functions of amp_C and scripts may set it.
+        Functions of amp_C and scripts may set it. Reading the property may wait for the device.
         """
         if self._buffer is None:
             self._buffer = torch.zeros(1, dtype=torch.int32, device=self.core.scale.device)
@@ -104,7 +104,7 @@ class LossScaler:
         self._buffer = value
 
     def loss_scale(self) -> float:
-        """Return the scale after the next update, as if the step were now. Waits for the device."""
+        """Return the scale that an update now would give. Waits for the device."""
         return self.core.loss_scale()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`apex.contrib`: the parts of Apex's package for which torch or amp_patch has a counterpart."""
+"""`apex.contrib`: the parts of Apex's package of that name for which torch or amp_patch has a counterpart."""
 
 from typing import NoReturn
 

@@ -10,5 +10,5 @@ def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """See torch.nn.utils.clip_grad_norm_."""
-    # not imported by name: a session replaces the attribute by a function that clips masters
+    # looked up at each call, because `amp.initialize` patches it to clip the gradients of float32 masters
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -29,7 +29,7 @@ class FP16_Optimizer:
         dynamic_loss_scale: whether the loss scale is dynamic. By default, such a scale starts at 2**16 and doubles
             after 2000 good steps. An overflow halves it and skips the step.
         dynamic_loss_args: values for `init_scale`, `scale_window`, `min_loss_scale` or `max_loss_scale`. `scale_factor`
-            must be 2. Read only if the loss scale is dynamic.
+            must be 2. Other values raise OptimizerError. Read only if the loss scale is dynamic.
         verbose: print the package's messages, such as those about skipped steps. False leaves the verbosity as it is.
 
     Waits for the device in `update_master_grads` if the scale is dynamic.
@@ -168,8 +168,9 @@ class FP16_Optimizer:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: object = None) -> Any:
-        """Step, copy the masters to the model, and return the optimizer's result. After an overflow, skip the step.
+        """Step, copy the masters to the model, and return the result of the optimizer's `step`.
 
+        After an overflow, skip the step and return None.
         Raises OptimizerError for a closure.
         """
         if closure is not None:
@@ -204,7 +205,7 @@ class FP16_Optimizer:
 
     state = forwarded("optimizer", "state")
     param_groups = forwarded("optimizer", "param_groups")
-    """The groups hold masters in place of 16-bit parameters."""
+    """The groups hold masters in place of 16-bit parameters that require gradients."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm with Apex's arguments, on torch's functions.
 
 Results are computed in float32 or wider. A "fused" norm returns the dtype of the input, and a "mixed" norm the dtype of
-the weight, for any combination of the two, also under amp. One exception: a fused RMSNorm with a 16-bit weight returns
-the weight's dtype, as does the norm of T5 in transformers, which `FusedRMSNorm` replaces.
+the weight, whatever dtypes input and weight have, also under amp. One exception: a fused RMSNorm with a 16-bit weight
+returns the weight's dtype, as does the norm of T5 in transformers, which `FusedRMSNorm` replaces.
 
 By default, `eps` is 1e-5 for the layers and 1e-6 for the functions, as in Apex. `memory_efficient` has no effect.
 """
@@ -27,14 +27,14 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`F.layer_norm` in the dtype of `input`."""
+    """`F.layer_norm`, with the result in the dtype of `input`."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.layer_norm` without weight and bias, in the dtype of `input`."""
+    """`F.layer_norm` without weight and bias, with the result in the dtype of `input`."""
     return _normalize(F.layer_norm, input, (), normalized_shape, eps, input.dtype)
 
 
@@ -46,27 +46,27 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`F.layer_norm` in the dtype of `weight`."""
+    """`F.layer_norm`, with the result in the dtype of `weight`."""
     return _normalize(F.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.rms_norm` in the dtype of a 16-bit `weight`, else in the dtype of `input`."""
+    """`F.rms_norm`, with the result in the dtype of a 16-bit `weight`, else in the dtype of `input`."""
     dtype = weight.dtype if weight is not None and weight.dtype in LOW_DTYPES else input.dtype
     return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, dtype)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
-    """`F.rms_norm` without a weight, in the dtype of `input`."""
+    """`F.rms_norm` without a weight, with the result in the dtype of `input`."""
     return _normalize(F.rms_norm, input, (), normalized_shape, eps, input.dtype)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`F.rms_norm` in the dtype of `weight`."""
+    """`F.rms_norm`, with the result in the dtype of `weight`."""
     return _normalize(F.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
 
 

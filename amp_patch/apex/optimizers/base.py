@@ -11,7 +11,7 @@ from ...errors import CheckpointError, OptimizerError
 from ..updates import full_dtype
 
 Work = list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-"""For each parameter group that has gradients: the group, its parameters that have one, and these gradients."""
+"""For each parameter group with gradients: the group, its parameters that have a gradient, and their gradients."""
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -111,14 +111,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ---- masters in the state ----------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Return whether the state of a 16-bit parameter has a *master*: a float32 copy, updated in its place."""
+        """Return whether a 16-bit parameter has a *master* in its state: a float32 copy, which steps update instead."""
         return False
 
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the tensor to update for each parameter: its master if it has one, else the parameter itself.
+        """Return the tensor to update for each parameter: its master (see `_has_master`), or else the parameter itself.
 
-        A master that does not exist yet is created. Elements of a parameter that differ from the rounded master, for
-        example because the script has changed them, are copied to the master.
+        In the first step of a parameter, its master is created. Elements of a parameter that differ from the rounded
+        master, for example because the script has changed them, are copied to the master.
         """
         targets = []
         for parameter in params:

@@ -21,7 +21,8 @@ class FP16_Optimizer(_FP16Optimizer):
       and not for each backward pass.
     * An overflow skips the step also under a static scale.
 
-    `state_dict` returns two sets of entries: of this variant in Apex, and of `fp16_utils.FP16_Optimizer`.
+    `state_dict` returns two sets of entries: first those of this class in Apex, second those of
+    `fp16_utils.FP16_Optimizer`.
     `load_state_dict` needs only the second set. It also takes the first set alone if all parameters are 16-bit and
     require gradients.
 
@@ -73,16 +74,14 @@ class FP16_Optimizer(_FP16Optimizer):
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """The tensors that the optimizer holds, by group: masters in place of 16-bit parameters, and other parameters
-        themselves.
-        """
+        """The tensors that the optimizer holds, by group: masters, and the parameters that have no master."""
         return [list(group["params"]) for group in self.param_groups]
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
         """The masters of each group as one tensor of shape (n,). The masters are views of it."""
         with torch.no_grad():
-            # only for groups that were added since the last call: masters of earlier groups are views already
+            # only for groups that were added since the last access: masters of earlier groups are views already
             for masters in self.fp32_from_fp16_groups[len(self._flat_groups) :]:
                 flat = flatten_dense_tensors([master.detach() for master in masters]) if masters else torch.empty(0)
                 for master, view in zip(masters, unflatten_dense_tensors(flat, masters), strict=True):

@@ -10,7 +10,7 @@ from .base import FusedOptimizer, Work
 class FusedAdagrad(FusedOptimizer):
     """Adagrad without decay of the learning rate; `updates.adagrad_` has the formula.
 
-    State dicts of torch.optim.Adagrad can be loaded if `lr_decay` is 0.
+    State dicts of torch.optim.Adagrad can be loaded if they were saved without `lr_decay` and `maximize`.
 
     Args:
         adagrad_w_mode: whether weight decay is decoupled from the gradient, as in AdamW.
@@ -43,7 +43,7 @@ class FusedAdagrad(FusedOptimizer):
             )
 
     def _convert_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove "step", which torch's Adagrad saves, and uses only for a decay of the learning rate."""
+        """Return the saved state without "step", which torch's Adagrad uses only for a decay of the learning rate."""
         saved = super()._convert_state_dict(state_dict)
         for entry in saved["state"].values():
             entry.pop("step", None)

@@ -22,13 +22,13 @@ class FusedAdam(FusedOptimizer):
     * Steps are counted for each group (`param_groups[i]["step"]`), not for each parameter.
 
     `load_state_dict` also takes state dicts of torch.optim.Adam and AdamW without `amsgrad` and `maximize`, if their
-    weight decay is of the same kind and all parameters of a group have taken equally many steps.
+    weight decay is of the same kind (L2 or decoupled) and all parameters of a group have taken equally many steps.
 
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip.
         capturable: without effect. While a CUDA graph is captured, `step` raises OptimizerError.
-        master_weights: step on float32 masters of 16-bit parameters, which the state dict holds. Has no effect under
-            `amp.initialize` at O2 or O5, which makes masters itself.
+        master_weights: step on float32 masters of 16-bit parameters. The state dict holds the masters. Has no effect
+            under `amp.initialize` at O2 or O5, which makes masters itself.
         amsgrad: raises OptimizerError if true.
     """
 
@@ -152,7 +152,8 @@ class FusedAdam(FusedOptimizer):
     def _split_flat(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Split the flat tensors of a saved state among the parameters. Return any other state as it is.
 
-        In 2019, a state of Apex's FP16_Optimizer had one flat tensor for all parameters of a group.
+        In 2019, a state of Apex's FP16_Optimizer had one flat tensor for all parameters of a group. Raises
+        CheckpointError if such a tensor has another number of elements than the parameters.
         """
         counts = [len(group["params"]) for group in self.param_groups]
         # a saved group with a single parameter is flat only if a group of this optimizer has several

@@ -13,7 +13,7 @@ class FusedLAMB(FusedOptimizer):
     Unlike Apex's, `step` does not change `.grad`.
 
     Args:
-        adam_w_mode: weight decay decoupled from the gradient.
+        adam_w_mode: whether weight decay is decoupled from the gradient, as in AdamW.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
         max_grad_norm: clip the gradients of all groups together to this norm. 0 or None: do not clip.
         use_nvlamb: adapt the learning rate also in groups without weight decay.

@@ -21,7 +21,8 @@ class FusedNovoGrad(FusedOptimizer):
     group, and leave out parameters without a step so far. A group without any step has no `exp_avg_sq`.
 
     Args:
-        reg_inside_moment: put weight decay and the division by the second moment inside the first moment.
+        reg_inside_moment: divide the gradient by the second moment, and add weight decay, before it enters the first
+            moment.
         grad_averaging: weigh the gradient by 1 - beta1 in the first moment.
         norm_type: the norm of gradients in the second moment: 2 for the L2 norm, 0 for the largest absolute value.
         init_zero: start the second moment at 0 instead of the norm of the first gradient.

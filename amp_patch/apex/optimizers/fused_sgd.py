@@ -13,7 +13,7 @@ from .base import FusedOptimizer, Work
 class FusedSGD(FusedOptimizer):
     """SGD with momentum. `updates.sgd_` has the formula.
 
-    As in torch.optim.SGD, the momentum of a parameter starts as its first gradient, after weight decay.
+    As in torch.optim.SGD, the momentum of a parameter starts as its first gradient plus weight decay.
 
     Args:
         wd_after_momentum: raises OptimizerError if true.
@@ -59,8 +59,8 @@ class FusedSGD(FusedOptimizer):
             lacks_momentum = [
                 group["momentum"] != 0 and "momentum_buffer" not in self.state[parameter] for parameter in params
             ]
-            # A skipped step must not create the momentum, because `sgd_` dampens all gradients but the first. Waits for
-            # the device.
+            # A skipped step must not create the momentum: the next gradient would not count as the first, and `sgd_`
+            # would dampen it. Waits for the device.
             if self.found_inf is not None and group["dampening"] and any(lacks_momentum) and bool(self.found_inf):
                 continue
             # parameters may get their first gradient in different steps, and `sgd_` takes one `is_first` for all

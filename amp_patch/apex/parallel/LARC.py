@@ -27,7 +27,8 @@ class LARC(Optimizer):
     `param_groups`, `state`, hooks and other attributes are read from the inner optimizer, `optim`.
     """
 
-    # A fused inner optimizer has True. GradScaler would then leave it to this object to unscale and to skip.
+    # A fused inner optimizer has True, which `__getattr__` would return. GradScaler would then expect that this object
+    # unscales the gradients and skips steps.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -70,7 +71,10 @@ class LARC(Optimizer):
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call the closure, if there is one, change the gradients, and step."""
+        """Call the closure, if there is one, change the gradients, and step the inner optimizer.
+
+        Returns the result of the closure, or else the result of the inner optimizer's `step`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

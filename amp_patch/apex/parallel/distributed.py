@@ -194,9 +194,9 @@ class Reducer:
     def reduce(self) -> None:
         """Average the gradients of parameters, or the tensors. The same parameters must have gradients on every rank.
 
-        Gradients of masters are averaged, too, because at levels with masters a `scale_loss` block moves gradients from
-        parameters to masters. From this call on, a session skips the same steps on all ranks, because inf on one rank
-        is inf in the average.
+        Gradients of float32 masters are averaged, too, because at O2 and O5 a `scale_loss` block moves gradients from
+        parameters to masters. From the first call on, amp skips the same steps on all ranks, because inf on one rank
+        gives inf in the average. The first call also copies the loss scales of rank 0 to the other ranks.
         """
         params = [] if self.module is None else list(self.module.parameters())
         session = find_session()

@@ -143,10 +143,11 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     torch's SyncBatchNorm counts as a BatchNorm layer, InstanceNorm does not. Layers inside `module` are replaced in
     place. If `module` is a BatchNorm itself, a new layer is returned. New layers hold the same parameters and buffers,
-    so optimizers stay valid. New layers keep the training mode, `requires_grad` and, of a SyncBatchNorm of this class,
-    `fuse_relu` and a true `channel_last`. Hooks are lost, so call this before `amp.initialize`. Raises ModelError for a
-    lazy layer that has not been called yet, and for a BatchNorm with layers inside, such as timm's BatchNormAct2d with
-    its activation: a SyncBatchNorm would not run them. If it raises, nothing has changed.
+    so optimizers stay valid. New layers keep the training mode and `requires_grad`. If a SyncBatchNorm of this file is
+    replaced, the new layer also keeps its `fuse_relu`, and its `channel_last` if that is True. Hooks are lost, so call
+    this before `amp.initialize`. Raises ModelError for a lazy layer that has not been called yet, and for a BatchNorm
+    with layers inside, such as timm's BatchNormAct2d with its activation: a SyncBatchNorm would not run them. If it
+    raises, nothing has changed.
     """
     for layer in module.modules():
         if isinstance(layer, BatchNormBase):

@@ -1,4 +1,4 @@
-"""The rules of O1 for functions of `torch.nn.functional`."""
+"""Apex's `functional_overrides`: names of functions of `torch.nn.functional`, by their rule in `lists/apex.yaml`."""
 
 import torch.nn.functional
 

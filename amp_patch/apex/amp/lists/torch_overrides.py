@@ -1,4 +1,4 @@
-"""The functions of `torch` that O1 casts: a list of names for each rule, as in Apex's module of this name."""
+"""Apex's `torch_overrides`: names of functions of `torch`, by their rule in `lists/apex.yaml`."""
 
 import torch
 

@@ -11,7 +11,9 @@ class FusedAdam(optimizers.FusedAdam):
     """Adam with decoupled weight decay. The bias correction multiplies the learning rate, so it also scales the weight
     decay and changes the effect of eps.
 
-    p -= lr sqrt(1 - b2^step) / (1 - b1^step) (m / (sqrt(v) + eps) + wd p); without `bias_correction` p -= lr (...).
+    p -= lr sqrt(1 - b2^step) / (1 - b1^step) (m / (sqrt(v) + eps) + wd p)
+
+    Without `bias_correction`, p -= lr (m / (sqrt(v) + eps) + wd p). `updates` explains the letters.
 
     Args:
         max_grad_norm: clip the gradients of each group to this norm. 0: do not clip.
