@@ -19,7 +19,7 @@ from .compiling import is_eager_autograd
 
 @dataclass(slots=True)
 class Attention:
-    """The arguments of one call of `torch.nn.functional.scaled_dot_product_attention`."""
+    """One call of `torch.nn.functional.scaled_dot_product_attention`: its arguments, and its computation in float32."""
 
     query: Tensor
     key: Tensor

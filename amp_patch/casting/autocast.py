@@ -20,11 +20,11 @@ from .mode import Mode, Switch
 
 
 class Autocast:
-    """Autocast on one type of device.
+    """The regions of torch.autocast, on one type of device, in which a session casts.
 
     Args:
         device_type: such as "cuda".
-        low: the session applies only to regions of this dtype. None: to regions of any dtype.
+        low: the session casts only in regions of this dtype. None: in regions of any dtype.
         torch_lists: the lists of torch.autocast's own rules, or None if there are none for the device type.
     """
 
@@ -46,7 +46,7 @@ class Autocast:
         return entry in self._torch_entries
 
     def pause(self) -> bool:
-        """Disable autocast in this thread, if this is a region in which the session casts. Return whether it is."""
+        """If this thread is in a region in which the session casts, disable autocast in it. Return whether it is."""
         if not self.is_here():
             return False
         torch.set_autocast_enabled(self.device_type, False)
@@ -57,7 +57,7 @@ class Autocast:
         torch.set_autocast_enabled(self.device_type, True)
 
     def run_without(self, original: Callable[..., Any], switch: "Switch | ModuleRulesSwitch") -> Callable[..., Any]:
-        """Return a function that runs `original` with autocast disabled in regions in which the session casts.
+        """Return a function that calls `original`, with autocast disabled if the call is in a region (`is_here`).
 
         With a `ModuleRulesSwitch`, autocast stays enabled while that switch is off in the calling thread.
         """
@@ -83,18 +83,18 @@ class Autocast:
 
 
 class ModuleRulesSwitch:
-    """The switch for patched ops whose rule is torch's own. The patches cast only in `Region`s of the session, such as
-    the region of a module rule. Elsewhere, torch casts the arguments of these ops.
+    """The switch for patched ops whose rule is torch's own. The patches cast only in a `mode.Region` of the session, as
+    during a call of a module that has a rule. Elsewhere, torch.autocast casts the arguments of these ops.
     """
 
-    regions = 1  # not 0, so that ops call `mode_here` each time
+    regions = 1  # not 0, so that patched ops ask `mode_here` in each call
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
 
     @property
     def on(self) -> bool:
-        """Whether the session's switch is on, and some thread has a region of it open."""
+        """Whether the session's switch is on, and some thread has one of its `Region`s open."""
         return self._switch.on and self._switch.has_regions()
 
     def mode_here(self) -> Mode:
@@ -103,7 +103,7 @@ class ModuleRulesSwitch:
         return Mode.OFF if mode is Mode.BY_LISTS else mode
 
     def region(self, mode: Mode) -> AbstractContextManager[None]:
-        """Return a region, not yet open. See `Switch.region`."""
+        """Return a `Region` that is not open yet. See `Switch.region`."""
         return self._switch.region(mode)
 
     def is_on_here(self) -> bool:

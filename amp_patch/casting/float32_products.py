@@ -1,5 +1,6 @@
 """`Float32Products`: computes products of 16-bit values in float32, as matrix units do: operands are rounded to 16
-bits, multiplied and added in float32, and the result is rounded to 16 bits.
+bits, multiplied and added in float32, and the result is rounded to 16 bits. Products are matrix products, convolutions,
+attention and the like (`config/product_names.py` lists them).
 
 With `compute="float32"`, all products are computed in this way. With `compute="auto"`, the hardware decides: without
 instructions for 16-bit products, all products are computed in this way; on an x86 CPU with such instructions, only
@@ -36,14 +37,15 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 class Float32Products:
-    """Makes the replacements of products for one session.
+    """Makes the functions that replace torch's products in one session.
 
     Args:
         low: the 16-bit dtype.
         device_type: the only device type whose products are computed in float32.
         cache: the cache of weights that are rounded to the low dtype and stored in float32, or None.
         max_scores: compute only attention in float32, if it has at most this many scores (queries times keys) for each
-            head. None: compute every product in float32.
+            head. None: compute every product in float32, and on a CPU also the ops without a
+            16-bit kernel.
 
     Attributes:
         switch: on while the session is in force. `OpCasts` has another switch: where that one is off, as

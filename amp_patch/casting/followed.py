@@ -1,4 +1,4 @@
-"""Finds the dtype of a call of an op whose rule lets the arguments decide, such as `promote` or `match`.
+"""Finds the dtype in which a call of an op runs, for rules under which the arguments decide it: `promote`, `match`, ...
 
 A *dtype finder* takes the arguments of a call, and returns the dtype to which the castable tensors in them are cast. It
 returns None for a call without casts: torch then promotes dtypes, or raises an error, as usual. *Castable* dtypes are

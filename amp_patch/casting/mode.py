@@ -36,7 +36,7 @@ _MODE_OF_NAME = {mode.name: mode for mode in Mode}
 
 
 class AutocastRegions(Protocol):
-    """The `with torch.autocast(...)` blocks to which a session limits its casts. `Autocast` implements this."""
+    """The `with torch.autocast(...)` blocks in which alone a session casts. `autocast.Autocast` implements this."""
 
     def is_here(self) -> bool:
         """Return whether this thread is in a block in which the session casts."""

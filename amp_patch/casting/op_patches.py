@@ -236,8 +236,8 @@ def replay_regions(original: Callable[..., Any], switch: Switch | ModuleRulesSwi
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The first run of `replayed` is the forward, and stores its mode. Reading the mode before `original` runs could
-        # be too early, because `original` may first enter the region that `native` puts around a whole script. Dynamo
-        # cannot trace a `replayed` that stores something, so under Dynamo the mode is read here all the same.
+        # be too early, because `original` may first enter the region that `native/whole_script.py` puts around a whole
+        # script. Dynamo cannot trace a `replayed` that stores something, so under Dynamo the mode is read here.
         modes = [switch.mode_here()] if is_dynamo_compiling() else []
 
         def replayed(*inner_args: Any, **inner_kwargs: Any) -> Any:
