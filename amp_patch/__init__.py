@@ -68,10 +68,10 @@ __all__ = [
 
 
 class _Package(types.ModuleType):
-    """The class of this module. It keeps `amp_patch.session` the public function.
+    """The class of this module. Its attribute `session` is always the public function of that name.
 
-    There is also a subpackage `amp_patch.session`. When Python imports it, it sets the attribute `session` of this
-    module to the subpackage. The setter below ignores this.
+    There is also a subpackage of that name. When Python imports the subpackage, it sets the attribute `session` to it.
+    The setter below ignores this.
     """
 
     @property

@@ -59,7 +59,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
     Args:
         opt_level: replaces the opt_level that the script passes to `amp.initialize`. None keeps the script's.
         lists: op lists (names or paths) that are added to the op list `apex`. Later lists win. At an opt_level that
-            casts the model to 16 bits, only the module rules in them have an effect. At O0, they have none.
+            casts the model to 16 bits, only the module rules in them have an effect. At O0, the lists have none.
         force: use the stand-in even if an installed `apex` has the part that is imported.
 
     Returns a handle whose `remove()` undoes this call. The handle is also a context manager, which undoes the call at
@@ -80,7 +80,7 @@ def install(*, opt_level: str | None = None, lists: Sequence[str] = (), force: b
 
 
 def uninstall() -> None:
-    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and forget `opt_level` and `lists`."""
+    """Undo every `install`: restore `sys.meta_path` and `sys.modules`, and drop `opt_level` and `lists`."""
     finder = _finder.get_installed()
     if finder is not None:
         finder.remove()

@@ -147,7 +147,7 @@ def bind_optimizer(session: Session, optimizer: Optimizer, num_losses: int) -> i
 
 
 def remove_casts(session: Session) -> None:
-    """Restore torch's own functions. If the session has no models, as one that `init` opened, close it."""
+    """Restore torch's own functions. If the session has no models, such as one that `init` opened, close it."""
     session.switch.turn_off()
     session.patcher.undo()
     if not session.has_models:
@@ -155,8 +155,9 @@ def remove_casts(session: Session) -> None:
 
 
 def patch_again(session: Session) -> None:
-    """Patch the ops again if `remove_casts` restored torch's own. Also patch functions that were registered since the
-    session opened.
+    """Patch the ops again if `remove_casts` restored torch's own functions.
+
+    Also patch functions that were registered since the session opened.
     """
     if not session.switch.is_on_here() and not len(session.patcher):
         session.patch_ops_again()

@@ -41,15 +41,15 @@ _GONE = {
         "fused attention layers: use torch.nn.MultiheadAttention or torch.nn.functional.scaled_dot_product_attention"
     ),
     "apex.contrib.optimizers.DistributedFusedAdam": (
-        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
-        " without masters"
+        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at an"
+        " opt_level without master weights"
     ),
     "apex.contrib.optimizers.DistributedFusedLAMB": (
         "LAMB with its states in shards: use apex.optimizers.FusedLAMB under DistributedDataParallel"
     ),
     "apex.contrib.optimizers.distributed_fused_adam": (
-        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at a level"
-        " without masters"
+        "Adam with its states in shards: use torch.distributed.fsdp.fully_shard, or ZeroRedundancyOptimizer at an"
+        " opt_level without master weights"
     ),
     "apex.contrib.optimizers.distributed_fused_adam_v2": "sharded Adam: use torch.distributed.fsdp.fully_shard",
     "apex.contrib.optimizers.distributed_fused_adam_v3": "sharded Adam: use torch.distributed.fsdp.fully_shard",
@@ -70,7 +70,7 @@ _GONE = {
     "amp_C.multi_tensor_adam_capturable_master": "Adam for CUDA graphs: use torch.optim.AdamW(capturable=True)",
     "amp_C.multi_tensor_l2norm_mp": "norms of several dtypes: use amp_C.multi_tensor_l2norm, which takes them",
     "amp_C.multi_tensor_l2norm_scale": "norms of scaled tensors: use multi_tensor_scale, then multi_tensor_l2norm",
-    "amp_C.multi_tensor_lamb_mp": "LAMB with masters: use amp_C.multi_tensor_lamb on the masters",
+    "amp_C.multi_tensor_lamb_mp": "LAMB with float32 masters: use amp_C.multi_tensor_lamb on the masters",
     "amp_C.multi_tensor_novograd": "NovoGrad: use apex.optimizers.FusedNovoGrad",
     "amp_C.multi_tensor_unscale_l2norm": (
         "norms of scaled tensors: use amp_C.multi_tensor_l2norm, and multiply by the inverse scale"

@@ -46,7 +46,10 @@ class Autocast:
         return entry in self._torch_entries
 
     def pause(self) -> bool:
-        """If this thread is in a region in which the session casts, disable autocast in it. Return whether it is."""
+        """If this thread is in a region in which the session casts, disable autocast there and return True.
+
+        Else return False.
+        """
         if not self.is_here():
             return False
         torch.set_autocast_enabled(self.device_type, False)

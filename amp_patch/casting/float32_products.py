@@ -44,8 +44,7 @@ class Float32Products:
         device_type: the only device type whose products are computed in float32.
         cache: the cache of weights that are rounded to the low dtype and stored in float32, or None.
         max_scores: compute only attention in float32, if it has at most this many scores (queries times keys) for each
-            head. None: compute every product in float32, and on a CPU also the ops without a
-            16-bit kernel.
+            head. None: compute every product in float32, and on a CPU also the ops that have no 16-bit kernel there.
 
     Attributes:
         switch: on while the session is in force. `OpCasts` has another switch: where that one is off, as

@@ -36,7 +36,7 @@ _MODE_OF_NAME = {mode.name: mode for mode in Mode}
 
 
 class AutocastRegions(Protocol):
-    """The `with torch.autocast(...)` blocks in which alone a session casts. `autocast.Autocast` implements this."""
+    """The torch.autocast blocks to which a session limits its casts. `autocast.Autocast` implements this."""
 
     def is_here(self) -> bool:
         """Return whether this thread is in a block in which the session casts."""
@@ -208,7 +208,7 @@ class Switch:
         return self._mode_outside()
 
     def _find_innermost(self) -> Region | None:
-        """Return the innermost region of this thread that is not stale."""
+        """Return the innermost region of this thread that is not stale, or None."""
         regions = self._local.regions
         if regions and regions[-1].frame is not None:
             self.close_stale()

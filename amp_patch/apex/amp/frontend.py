@@ -120,8 +120,9 @@ def initialize(
 
     Raises:
         PolicyError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong. No model or optimizer was
-            changed, but an earlier session with other options may have been closed. All are RuntimeErrors.
-        SessionError: a `scale_loss` block is open, or a session is in use and `enabled` is False.
+            changed, but earlier calls with other options may have been undone. All are RuntimeErrors.
+        SessionError: a `scale_loss` block is open, or `enabled` is False while an earlier `initialize` or `init` is in
+            force.
     """
     returned = models if optimizers is None else (models, optimizers)
     if not enabled:
@@ -222,7 +223,7 @@ def _open_session(
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, without entries if amp is disabled.
 
-    If `destination` is given, add the entries to that dict, and return it.
+    If `destination` is given, add the entries to that dict, and return it. Raises SessionError before `initialize`.
     """
     return api.state_dict(collections.OrderedDict() if destination is None else destination)
 
@@ -230,9 +231,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load the result of `state_dict` into the loss scalers: the n-th entry into the n-th scaler.
 
-    If there are more entries than scalers, or fewer, load as many as there are of both, and print a warning. Do nothing
-    if amp is disabled. Raises CheckpointError (a RuntimeError) for an entry without "loss_scaler" in its name, and the
-    errors of `amp_patch.load_state_dict`. If it raises, nothing is loaded.
+    If there are more entries than scalers, or fewer, load the entries that have a scaler, and print a warning. Do
+    nothing if amp is disabled. Raises CheckpointError (a RuntimeError) for an entry without "loss_scaler" in its name,
+    and the errors of `amp_patch.load_state_dict`. If it raises, nothing is loaded.
     """
     if is_disabled():
         return
