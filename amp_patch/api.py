@@ -115,7 +115,7 @@ def initialize(
         min_loss_scale, max_loss_scale: bounds of a dynamic loss scale.
         lists: op lists in place of the level's: a shipped name, a path, or a sequence of them. Later ones win.
         presets: path of a presets file in place of the shipped one. Default: environment variable AMP_PATCH_PRESETS.
-        replace: close a session that is still in use, and open a new one.
+        replace: undo earlier calls whose models are still in use, instead of adding to them or raising an error.
         overflow_group: the process group or DeviceMesh whose ranks skip the same steps under a dynamic scale. They
             reduce a few numbers in each step. None: the ranks that hold shards of the models, if any. Without shards,
             or with False, each rank decides for itself, which is right under DistributedDataParallel.
@@ -126,9 +126,9 @@ def initialize(
 
     Raises:
         PolicyError, OpListError, ModelError, OptimizerError, ArgumentTypeError: an argument is wrong. Models and
-            optimizers were not changed, except that with `replace`, an earlier session may have been closed.
-        SessionError: models of a call with another policy are alive (with `enabled=False`: of any call), or a `session`
-            or `scale_loss` block is open.
+            optimizers were not changed, except that with `replace`, earlier calls may have been undone.
+        SessionError: a `scale_loss` block is open, or models of a call with another policy are alive (with
+            `enabled=False`: of any call), or a `session` block with another policy is open.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))

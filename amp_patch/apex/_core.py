@@ -173,7 +173,7 @@ def patch_again(session: Session) -> None:
 
 
 class ManualPass:
-    """A backward pass after which the caller unscales the gradients. A `scale_loss` block does this by itself.
+    """A backward pass after which the caller unscales the gradients, in place of a `scale_loss` block.
 
     The caller unscales with `unscale_in_place`, which notes inf and NaN, and then calls `update_scale`.
 
@@ -227,7 +227,7 @@ class ManualPass:
 
 
 class OptimizerView:
-    """Access to the session's state of one optimizer, for the attributes that Apex set on optimizers.
+    """What the session knows about one optimizer, for the attributes that Apex set on optimizers.
 
     `OptimizerView(optimizer)` raises SessionError without a session, and OptimizerError for an optimizer that was not
     passed to `initialize`.
