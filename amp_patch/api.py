@@ -201,7 +201,7 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Context manager: multiply the loss by the loss scale, and divide the gradients by it at the end of the block.
 
-    After the block, `.grad` (of the masters, at levels with masters) holds unscaled sums: clip, log or accumulate them
+    After the block, `.grad` (of float32 masters, if there are any) holds unscaled sums: clip, log or accumulate them
     as usual. If a gradient of these optimizers is inf or NaN under a dynamic scale, their next `step()` is skipped, and
     the scale falls (to half, by default).
 
@@ -217,7 +217,7 @@ def scale_loss(
     Yields:
         `loss.float()` times the scale; `loss.float()` if the scale is always 1; the loss itself if amp is disabled.
 
-    After the first block, a block waits for the device only if it raises an exception. Under a dynamic scale, `step()`
+    After the first block, a block waits for the device only if an exception ends it. Under a dynamic scale, `step()`
     waits once. torch's fused Adam, AdamW, SGD and Adagrad can skip on the device instead, unless the script adds hooks
     to their steps. Messages about such skips come at a later step, or when you read `step_was_skipped` or `stats()`.
 

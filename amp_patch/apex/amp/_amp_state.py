@@ -48,7 +48,7 @@ class AmpState:
     def loss_scalers(self) -> list[LossScaler]:
         """The loss scalers. Empty if amp is disabled. Scripts may set their attributes, such as `_loss_scale`.
 
-        Raises AttributeError if there is no session and amp is not disabled.
+        Raises AttributeError if neither `initialize` nor `init` is in force.
         """
         session = find_session()
         if session is None and not is_disabled():

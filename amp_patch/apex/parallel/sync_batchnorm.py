@@ -195,8 +195,8 @@ def _convert(
 def create_syncbn_process_group(group_size: int) -> Any:
     """Split the ranks into consecutive groups of `group_size`, and return the process group of this rank.
 
-    If `group_size` is 0, return None, which means all ranks. Every rank must call this. Raises ValueError if the number
-    of ranks is not a multiple of `group_size`.
+    If `group_size` is 0, return None, which means all ranks. Every rank must call this. Raises ValueError if
+    `group_size` is negative, or does not divide the number of ranks.
     """
     if group_size == 0:
         return None

@@ -41,7 +41,7 @@ def register_edits() -> None:
         unedited, present = _UNEDITED[module.__name__], _read_rules(module)
         for name in sorted(unedited.keys() | present.keys()):
             if unedited.get(name) != present.get(name) and hasattr(module.MODULE, name):
-                # a function that the script has taken off its list gets the rule "neutral": it is not cast
+                # a function that the script has taken off its list gets the rule "neutral": its arguments are not cast
                 edits.append(Registration(module.MODULE, name, present.get(name, "neutral")))
     replace_registered(removed=_registered, added=edits)
     _registered[:] = edits
