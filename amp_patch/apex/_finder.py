@@ -56,11 +56,9 @@ class _AliasLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Restore `__spec__`. Put submodules that are imported already into `sys.modules` under their `apex` names.
 
-        The package `apex` itself needs no such entries: its attribute with the name of a submodule is that submodule.
-
         If `apex.amp._amp_state` were not in `sys.modules`, a later import of it would ask a loader, and Python would
         set the attribute `_amp_state` of `apex.amp` to the submodule. As in Apex, that attribute must stay the
-        `AmpState` object.
+        `AmpState` object. The package `apex` itself has no such attributes, so this leaves its submodules out.
         """
         alias = getattr(module.__spec__, "name", self._real_name)
         module.__spec__ = self._spec
