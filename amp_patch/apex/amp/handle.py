@@ -27,7 +27,8 @@ def scale_loss(
 
     As in Apex, if the gradients overflow under a dynamic scale, the end of the block replaces `optimizer.step` (see
     `_process_optimizer.show_skip`), and scripts may look for that. So under a dynamic scale, the end of the block waits
-    for the device, unless `delay_unscale` or `delay_overflow_check` is set.
+    for the device, unless `delay_unscale` or `delay_overflow_check` is set. While a script sets
+    `_amp_state.opt_properties.enabled` to False, blocks yield the loss itself.
     """
     return _Block(_scale_loss(loss, optimizers, loss_id, delay_unscale, delay_overflow_check))
 
