@@ -1,4 +1,7 @@
-"""`Recorder`: records the ops of some steps of a run."""
+"""`Recorder`: records the ops of some steps of a training. `recording` records a block, `explain` a function.
+
+A *session* is what `amp.initialize` opens. For a script without it, amp_patch opens a `NativeSession`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -60,7 +63,7 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._before: Folding | None = None  # the ops of the step before `first`, shown only if this step raises
+        self._before: Folding | None = None  # the ops of the step before `first`, shown only if it raises an exception
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
@@ -102,7 +105,7 @@ class Recorder(Probe):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: do not record the ops of this thread."""
+        """Context manager: do not record the ops that this thread runs in the block."""
         with contextlib.nullcontext() if self._observer is None else self._observer.paused():
             yield
 
@@ -123,7 +126,10 @@ class Recorder(Probe):
         return record
 
     def session_closing(self, session: Session) -> None:
-        """Stop recording, since the observer wraps patches that the session is about to remove."""
+        """Stop recording, since the observer wraps patches that the session is about to remove.
+
+        If `in_block` is in use and the session is one of `amp.initialize`, later sessions are not recorded either.
+        """
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
@@ -313,8 +319,8 @@ def recording() -> Iterator[Recording]:
 def in_block(recorder: Recorder) -> Iterator[None]:
     """Let a recorder watch the session that is in force, or a script without a session, until the block ends.
 
-    If an exception leaves the block, its explanation is added to it as a note. Raises SessionError if another block is
-    open.
+    If an Exception leaves the block, its explanation, if there is one, is added to it as a note. Raises SessionError if
+    another block is open.
     """
     undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
@@ -334,7 +340,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     finally:
         try:
             undo.close()
-        except BaseException:  # an interrupt
+        except BaseException:  # such as KeyboardInterrupt: undo the rest
             undo.close()
             raise
 
@@ -351,7 +357,8 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
     step may do what later steps do not, such as create lazy parameters, so it is left out by default. `print` shows the
-    recording in the format of `amp-patch explain`.
+    recording in the format of `amp-patch explain`. If `step` raises an exception that dtypes or a GradScaler explain,
+    the explanation is added to it as a note.
 
     Raises ArgumentTypeError or ArgumentValueError for wrong arguments, and SessionError if `step` runs no ops, if it
     ends the session by calling `initialize`, or if another recording is in progress.

@@ -67,8 +67,9 @@ class OpRecord:
             recorded in a step with a closure, and for an optimizer that `events.Watcher` is not told of.
         module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
         op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
-        rule: the list of the op, or the other rule that decided; "" if none did.
-        entry: the place of the rule, `file.yaml:line`; "" without one.
+        rule: the list of the op, such as "blacklist", or another rule that decided, such as "run: float32" of a module
+            rule, or "cast_model_type"; "" if none did.
+        entry: the place of the rule, `file.yaml:line`, or the opt_level if the rule is one of its properties; else "".
         region: the setting of the region that decided instead of the lists, such as the region of a module rule: "low",
             "float32" or "off"; "" without such a region.
         given: dtypes of the tensors among the arguments, in order.
@@ -205,7 +206,7 @@ class CurveRecord:
 
     Attributes:
         run, seed: the name of the run, and its seed.
-        losses, scales: for each step, the loss, and the smallest of the loss scales at the step's end.
+        losses, scales: for each step, the mean of its losses, and the smallest of the loss scales at its end.
         skipped: numbers of the skipped steps.
         ms: the median time of a step, in milliseconds; NaN if it was not measured.
         is_noise: whether this run is the reference once more, with weights that are off by one unit in the last place.
@@ -359,7 +360,7 @@ class SketchRecord:
 
 @dataclass(frozen=True, slots=True)
 class LowOpRecord:
-    """The errors that an op would have in 16 bits, from calls in float32 with rounded arguments and results.
+    """The errors that an op of a run in float32 would have in 16 bits, as `Shadow` measures them.
 
     Attributes:
         module: the name of the innermost named module that the op ran in; "**": the model itself; "": outside.
