@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 SCHEMA = 1
-"""The version of the schema. It goes up with every change that an older reader would misread."""
+"""The version of the schema. It goes up with every change that an older version of amp_patch would misread."""
 
 
 @dataclass(frozen=True, slots=True)

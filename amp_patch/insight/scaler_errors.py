@@ -138,12 +138,12 @@ class ScalerErrors:
             if not any(id(weight) in of_models for weight in weights):
                 return (
                     ["they belong to no model that was called: perhaps the model was copied, made again or converted"],
-                    "the optimizer made of the parameters of the model that is trained, and after the model",
+                    "make the optimizer after the model, from the parameters of the model that is trained",
                 )
             return (
                 [f"the loss at {loss.site} does not depend on them ({names})"],
-                f"no step of this optimizer where no loss depends on its parameters ({site}); or a loss that does: no"
-                " .detach() and no_grad on the way",
+                f"leave out the step of this optimizer where no loss depends on its parameters ({site}); or let the"
+                " loss depend on them, without .detach() or no_grad on the way",
             )
         return (
             [

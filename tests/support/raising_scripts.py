@@ -389,7 +389,7 @@ out.float().sum().backward()
         f"{SCALED}other = torch.optim.SGD(lin.parameters(), 0.1)\nscaler.scale(model(x + lin(x).detach()).mean())"
         ".backward()\nscaler.step(optimizer)\nscaler.step(other)\nscaler.update()\n",
         NONE,
-        ("does not depend on them (weight, bias)", "no step of this optimizer where no loss depends"),
+        ("does not depend on them (weight, bias)", "leave out the step of this optimizer where no loss depends"),
         "",
         ("scaler.step(other)\n", ""),
     ),

@@ -31,9 +31,8 @@ WHOLE_MODEL = "**"
 class Float32Run(Check):
     """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
-    The last module rule of the run must be `{match: "**", run: float32}`. Measured are the forward passes of the thread
-    that opens the session; ops on no list are measured only while a module runs. Code of torch.compile runs
-    uncompiled.
+    The last module rule of the run must be `{match: "**", run: float32}`. It measures the forward passes of the thread
+    that opens the session; ops on no list only while a module runs. Code of torch.compile runs uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
