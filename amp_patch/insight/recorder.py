@@ -297,7 +297,8 @@ def recording() -> Iterator[Recording]:
     Ops in the step of an optimizer are left out, unless the step has a closure, or the optimizer was not passed to the
     `amp.initialize` that is in force. In other threads, only ops on a list of amp or of torch.autocast are recorded.
     The recording is complete when the block ends, even after an exception. Blocks cannot be nested. Results of eager
-    code are bitwise the same as without a recording; code of torch.compile runs uncompiled.
+    code are bitwise the same as without a recording; code of torch.compile runs uncompiled. If dtypes or a GradScaler
+    explain an exception that leaves the block, the explanation is added to it as a note.
 
     Raises:
         SessionError: another recording is in progress.

@@ -39,7 +39,7 @@ class Remedy:
         is_larger: whether the loss scale is too small. If no larger one helps, `scale` is None, or not larger than the
             present one.
         eps: the eps of the optimizer, if 16 bits round it to zero.
-        level: the opt_level to use instead of the present one; "" for none.
+        level: an opt_level to try instead; "" for none.
         advice: lines of advice about the script.
         may_need_list: whether `tune` may find a list if this remedy has none.
     """
