@@ -1,4 +1,7 @@
-"""`Recorder`: records the ops of some steps of a run."""
+"""`Recorder`: records the ops of some steps of a training. `recording` records a block, `explain` a function.
+
+A *session* is what `amp.initialize` opens. For a script without it, amp_patch opens a `NativeSession`.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -36,9 +39,9 @@ class Recorder(Probe):
 
     Args:
         first, last: numbers of steps, counted from 0. If `last` is None, steps are recorded until `stop`.
-        on_end: called when the last of these steps has ended. If the first session is opened later, called when its
-            first step ends.
-        counts_before: whether steps count that a script took before its session was opened.
+        on_end: called when the last of these steps has ended. If the first session is opened only after these steps,
+            called when the session's first step ends.
+        counts_before: whether to count the steps that a script took before its session was opened.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class Recorder(Probe):
         self._observer: Observer | None = None
         self._observers: list[Observer] = []  # all so far: each has to be stopped in its own thread
         self._steps: list[StepRecord] = []
-        self._before: Folding | None = None  # the ops of the step before `first`, shown only if this step raises
+        self._before: Folding | None = None  # the ops of the step before `first`, shown only if it raises an exception
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
-        self.is_in_block = False  # set by `in_block`: the recorder watches only one session
+        self.is_in_block = False  # set by `in_block`: leave the block when a session of amp.initialize closes
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
@@ -84,7 +87,10 @@ class Recorder(Probe):
         return self._observer is not None and self._before is None
 
     def session_opened(self, session: Session) -> None:
-        """Begin to observe a session. Called again when the session gets more models."""
+        """Observe a session if its next step, or the step after that, is to be recorded.
+
+        Called again when the session gets more models.
+        """
         self.run = describe_run(session)
         if self._session is session:
             return
@@ -99,7 +105,7 @@ class Recorder(Probe):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: do not record the ops of this thread."""
+        """Context manager: do not record the ops that this thread runs in the block."""
         with contextlib.nullcontext() if self._observer is None else self._observer.paused():
             yield
 
@@ -112,7 +118,7 @@ class Recorder(Probe):
         observer, session = self._observer, self._session
         if observer is None or session is None or self._raised:
             return None
-        observer.pause()  # calls that raised run again, and these ops are not the script's
+        observer.pause()  # to explain an exception, its call runs again: these ops are not the script's
         record = explain_raised(error, Scene(session, observer, self._scalers, self._count))
         observer.go_on()
         if record is not None:
@@ -120,7 +126,10 @@ class Recorder(Probe):
         return record
 
     def session_closing(self, session: Session) -> None:
-        """Stop recording, since the observer wraps patches that the session is about to remove."""
+        """Stop recording, since the observer wraps patches that the session is about to remove.
+
+        If `in_block` is in use and the session is one of `amp.initialize`, later sessions are not recorded either.
+        """
         super().session_closing(session)
         self._session = None
         if self.is_in_block and not session.gives_way:
@@ -148,7 +157,7 @@ class Recorder(Probe):
             events.watchers.remove(self)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss. Also end the pause of the last step, because a step that raises an exception does not end it."""
+        """Note a loss. Also end the pause that `step_begun` began, if an exception left the step before its end."""
         if self._observer is not None:
             self._observer.go_on()
             self._scalers.note_loss(loss)
@@ -159,13 +168,17 @@ class Recorder(Probe):
             self._observer.pause()
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Count a step."""
+        """Count a step, and record its end if it is one of the steps to record.
+
+        With several optimizers, only some steps count (see `StepCounter`). Begins or stops observing as the next step
+        requires it. Calls `on_end` after the last step to record.
+        """
         if self._observer is not None:
             self._observer.go_on()
         if not self._is_counted(optimizer):
             return
         session = current.require()
-        self.run = describe_run(session)  # once more, because a script's low dtype is known after its first region
+        self.run = describe_run(session)  # once more: a script's 16-bit dtype is known only after its first region
         if self._is_in_window():
             is_at_hand = session.device_type == "cpu"  # on a GPU, reading whether the step was skipped would wait
             with self.looking_away():
@@ -215,9 +228,10 @@ class Recorder(Probe):
         return self._first <= self._count and (self._last is None or self._count < self._last)
 
     def _is_before_window(self) -> bool:
-        """Return whether this step is the last before the window.
+        """Return whether this step is the one before `first`.
 
-        This step is observed, too, because most scripts that raise do so in step 0, and the default is `--steps 1:2`.
+        It is observed, too: most scripts that raise an exception do so in step 0, and `amp-patch explain` records step
+        1 by default.
         """
         return self._count == self._first - 1
 
@@ -281,9 +295,10 @@ def recording() -> Iterator[Recording]:
     """Record the ops that run in the block, with or without a session or `torch.autocast`.
 
     Ops in the step of an optimizer are left out, unless the step has a closure, or the optimizer was not passed to the
-    `amp.initialize` that is in force. In other threads, only listed ops are recorded. The recording is complete when
-    the block ends, even after an exception. Blocks cannot be nested. Results of eager code are bitwise the same as
-    without a recording; code of torch.compile runs uncompiled.
+    `amp.initialize` that is in force. In other threads, only ops on a list of amp or of torch.autocast are recorded.
+    The recording is complete when the block ends, even after an exception. Blocks cannot be nested. Results of eager
+    code are bitwise the same as without a recording; code of torch.compile runs uncompiled. If dtypes or a GradScaler
+    explain an exception that leaves the block, the explanation is added to it as a note.
 
     Raises:
         SessionError: another recording is in progress.
@@ -305,7 +320,8 @@ def recording() -> Iterator[Recording]:
 def in_block(recorder: Recorder) -> Iterator[None]:
     """Let a recorder watch the session that is in force, or a script without a session, until the block ends.
 
-    Raises SessionError if another block is open.
+    If an Exception leaves the block, its explanation, if there is one, is added to it as a note. Raises SessionError if
+    another block is open.
     """
     undo = UndoStack()
     if any(isinstance(watcher, Recorder) and watcher.is_in_block for watcher in events.watchers):
@@ -325,7 +341,7 @@ def in_block(recorder: Recorder) -> Iterator[None]:
     finally:
         try:
             undo.close()
-        except BaseException:  # an interrupt
+        except BaseException:  # such as KeyboardInterrupt: undo the rest
             undo.close()
             raise
 
@@ -341,8 +357,9 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     """Call `step` `warmup` times, then `steps` times while recording, and return the recording.
 
     `step` is a function without arguments that trains for one step: forward, backward, `optimizer.step()`. The first
-    step may do what later ones do not, such as make lazy weights, so it is left out by default. `print` shows the
-    recording in the format of `amp-patch explain`.
+    step may do what later steps do not, such as create lazy parameters, so it is left out by default. `print` shows the
+    recording in the format of `amp-patch explain`. If `step` raises an exception that dtypes or a GradScaler explain,
+    the explanation is added to it as a note.
 
     Raises ArgumentTypeError or ArgumentValueError for wrong arguments, and SessionError if `step` runs no ops, if it
     ends the session by calling `initialize`, or if another recording is in progress.
@@ -350,7 +367,7 @@ def explain(step: Callable[[], Any], *, steps: int = 1, warmup: int = 1) -> Reco
     check_function(step, "step")
     check_count(steps, "steps")
     check_count(warmup, "warmup", 0)
-    with in_block(Recorder()):  # explains an exception: a step that raises mostly does so in the first call
+    with in_block(Recorder()):  # not recorded, but an exception is explained: most steps that raise do so at once
         for _ in range(warmup):
             step()
     recorder = Recorder()

@@ -72,7 +72,7 @@ _KINDS: dict[str, type[Record]] = {cls.kind: cls for cls in get_args(Record)}
 
 @dataclass(slots=True)
 class Recording:
-    """A record of the run, or of the comparison, then the other records in order."""
+    """The record of the run (in a comparison, of one of its runs), then the other records in order."""
 
     run: RunRecord
     records: list[Record]
@@ -112,17 +112,17 @@ class Recording:
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The first fault of each step that was skipped because a dynamic loss scale was still too large."""
+        """The first fault of each step that was skipped while a dynamic loss scale was, or may have been, too large."""
         return [fault for fault in self.of(FaultRecord) if fault.effect.is_search]
 
     @property
     def quiet(self) -> list[QuietRecord]:
-        """The quiet losses: values that 16 bits lose although all of them are finite."""
+        """The quiet losses: values that 16 bits make wrong, although all of them are finite."""
         return self.of(QuietRecord)
 
     @property
     def troubles(self) -> list[TroubleRecord]:
-        """The steps of an armed run that went wrong."""
+        """The steps that went wrong in an armed run: see `TroubleRecord`."""
         return self.of(TroubleRecord)
 
     @property
@@ -151,7 +151,10 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Recording":
-        """Read a file that `to_jsonl` wrote. Raises RecordError for any other file, and if there is no file."""
+        """Read a file that `to_jsonl` wrote.
+
+        Raises RecordError for any other file, for a newer schema, and if there is no file.
+        """
         run: RunRecord | None = None
         records: list[Record] = []
         declared, lines = None, 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 SCHEMA = 1
-"""The version of the schema. It goes up with every change that an older reader would misread."""
+"""The version of the schema. It goes up with every change that an older version of amp_patch would misread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class RunRecord:
 
     Attributes:
         torch, device: the version of torch, and the type of the device.
-        opt_level: the level, or "autocast" or "as-is" without one.
-        low: the short name of the low dtype; "" if nothing is cast.
+        opt_level: the opt_level; without one, "autocast" or "as-is" (see `native.AS_IS`).
+        low: the short name of the 16-bit dtype to which values are cast; "" if nothing is cast.
         lists, digest: the names of the op lists, and a hash of their rules.
         rank: the rank of the process.
         schema: the version of the schema of the records.
@@ -67,9 +67,11 @@ class OpRecord:
             recorded in a step with a closure, and for an optimizer that `events.Watcher` is not told of.
         module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
         op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
-        rule: the list of the op, or the other rule that decided; "" if none did.
-        entry: the place of the rule, `file.yaml:line`; "" without one.
-        region: "low", "float32" or "off" if a region decided instead of the lists, else "".
+        rule: the list of the op, such as "blacklist", or another rule that decided, such as "run: float32" of a module
+            rule, or "cast_model_type"; "" if none did.
+        entry: the place of the rule, `file.yaml:line`, or the opt_level if the rule is one of its properties; else "".
+        region: the setting of the region that decided instead of the lists, such as the region of a module rule: "low",
+            "float32" or "off"; "" without such a region.
         given: dtypes of the tensors among the arguments, in order.
         ran: dtypes of the floating tensors that kernels got, each once.
         out: dtypes of the tensors in the result, in order.
@@ -102,8 +104,8 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True)
 class UndoneCastRecord:
-    """Casts that undo each other: `producer` casts its input from `outside` to `between`, and `consumer` casts the
-    result back to `outside`. Both are names of ops.
+    """Casts that undo each other: the op `producer` casts its input from dtype `outside` to dtype `between`, and the op
+    `consumer` casts the result back to `outside`.
     """
 
     kind: ClassVar[str] = "undone"
@@ -119,7 +121,7 @@ class UndoneCastRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The end of a step: its loss scales, and whether it was skipped (None if the host does not know yet)."""
+    """The end of a step: the loss scales, and whether the step was skipped (None on a GPU: reading it would wait)."""
 
     kind: ClassVar[str] = "step"
 
@@ -140,7 +142,7 @@ class ComparisonRecord:
         steps, seeds: the number of steps from each seed, and the seeds.
         machine, command: the machine and the command line.
         left_out: which of the default runs were left out, and why; "" for none.
-        not_float32: why the reference is not in float32 although that was planned; "" if it is.
+        not_float32: why the reference is not in float32 although that was planned; else "".
     """
 
     kind: ClassVar[str] = "comparison"
@@ -204,7 +206,7 @@ class CurveRecord:
 
     Attributes:
         run, seed: the name of the run, and its seed.
-        losses, scales: the loss of each step, and the smallest loss scale at its end.
+        losses, scales: for each step, the mean of its losses, and the smallest of the loss scales at its end.
         skipped: numbers of the skipped steps.
         ms: the median time of a step, in milliseconds; NaN if it was not measured.
         is_noise: whether this run is the reference once more, with weights that are off by one unit in the last place.
@@ -251,10 +253,10 @@ class OpErrorRecord:
         run: the name of the run in which the op ran in 16 bits; "" in the recording of a single run.
         low: the short name of the 16-bit dtype.
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
-        error: the largest relative error (L2) of a result, or of the gradients of the inputs. It is 0 in the recording
-            of a run in 16 bits.
-        is_backward: whether it is the error of gradients.
-        is_random: whether it draws other numbers in 16 bits than in float32.
+        error: the largest relative error (L2) of a result, or of the gradients of the inputs; inf for an overflow. It
+            is 0 in the recording of a run in 16 bits, where the record only says that the op had a 16-bit result.
+        is_backward: whether `error` is that of the gradients.
+        is_random: whether the op draws other random numbers in 16 bits than in float32.
     """
 
     kind: ClassVar[str] = "op_error"
@@ -358,7 +360,7 @@ class SketchRecord:
 
 @dataclass(frozen=True, slots=True)
 class LowOpRecord:
-    """The errors that an op would have in 16 bits, from calls in float32 with rounded arguments and results.
+    """The errors that an op of a run in float32 would have in 16 bits, as `Shadow` measures them.
 
     Attributes:
         module: the name of the innermost named module that the op ran in; "**": the model itself; "": outside.

@@ -29,8 +29,8 @@ class Remedy:
 
     Attributes:
         kind: the part that it changes.
-        extends: the list that the new list extends.
-        regions: choosers of modules to run in float32, such as `match: "blocks.*.norm"`.
+        extends: the op list that the advised list extends; "" if no list is advised.
+        regions: parts of list entries that choose modules to run in float32, such as `match: "blocks.*.norm"`.
         ops: names of ops to run in float32, in addition to the modules.
         alternative: names of ops that are enough in float32, instead of `regions` and `ops`.
         sites: lines of the script that need `.float()`, in addition to the modules and ops.
@@ -39,9 +39,9 @@ class Remedy:
         is_larger: whether the loss scale is too small. If no larger one helps, `scale` is None, or not larger than the
             present one.
         eps: the eps of the optimizer, if 16 bits round it to zero.
-        level: the level to use instead.
+        level: an opt_level to try instead; "" for none.
         advice: lines of advice about the script.
-        may_need_list: whether `tune` may find a list where this remedy has none.
+        may_need_list: whether `tune` may find a list if this remedy has none.
     """
 
     kind: RemedyKind
@@ -67,8 +67,8 @@ class Remedy:
 def make_list_remedy(kind: RemedyKind, fault: FaultRecord, run: RunRecord | None) -> Remedy:
     """Return the remedy that runs the modules and ops of `fault.fix` in float32.
 
-    The list of the remedy extends the last list of the run, or else a shipped list. If a smaller loss scale helps, the
-    remedy has this scale, too.
+    The list of the remedy extends the last list of the run, or else a shipped list. If a smaller loss scale, of 1
+    or more, helps, the remedy has it, too.
     """
     fix, loss_scale = fault.fix, fault.evidence.loss_scale
     low = fault.origin.out if run is None else run.low

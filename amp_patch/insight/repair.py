@@ -4,6 +4,8 @@ A value that does not fit gets a *twin* if possible: the value in float32. An op
 second time, with the twins, and its results get twins, too. If a twin is too large for 16 bits, its op has to run in
 float32 as well.
 
+A value that does not fit is a *fault*, unless a fault in the values that it was computed from explains it.
+
 If a gradient does not fit, there are two remedies: a smaller loss scale, or float32 for the op of the forward pass
 whose gradient it is.
 """
@@ -32,11 +34,11 @@ class Needs(NamedTuple):
 
     Attributes:
         culprits: the ops that have to run in float32.
-        scale: a smaller loss scale, a power of two, under which gradients fit; None if the scale need not change. It is
+        scale: a smaller loss scale, a power of two, under which gradients fit; None if `find_needs` chooses none. It is
             below 1 only if there are no culprits.
         is_scale_enough: whether all gradients fit under `scale` even if the culprits stay in 16 bits.
         fitting: the largest loss scale under which all gradients fit if the culprits stay in 16 bits. None if no
-            gradient bounds the scale, and if values of the forward pass do not fit.
+            gradient bounds the scale, or if values of the forward pass do not fit.
         scale_of_zeros: the smallest loss scale under which few enough gradients are zero (see `underflow` of `Repair`),
             or `scale` if that is smaller. None if the present scale is large enough.
     """
@@ -61,7 +63,7 @@ class Repair:
         rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op of the forward pass whose result is not finite in float32 either, with its line; "" if
             there is none.
-        beyond_backward: the same for the backward pass. A later op may mask the result.
+        beyond_backward: the same for the backward pass. It need not matter there: a later op may mask the result.
     """
 
     def __init__(
@@ -102,10 +104,10 @@ class Repair:
         return not self.rounding and twin is not None and _is_beyond(twin)
 
     def begin(self, output: Tensor, exact: Tensor | None, wanted: Sequence[Written]) -> None:
-        """Begin at a fault: give a twin to the result that does not fit, and note the results that have to be float32.
+        """Begin at a fault: give a twin to the tensor that does not fit, and note the results that have to be float32.
 
         Args:
-            output: the result that does not fit.
+            output: the tensor that does not fit.
             exact: its values in float32, which become its twin. None if they are not known.
             wanted: the results that have to be float32 so that the output has the values `exact`.
         """
@@ -236,9 +238,9 @@ class Repair:
     def find_needs(self) -> Needs:
         """Return the changes that make the values of the step fit.
 
-        For gradients that do not fit, the remedy is float32 for ops of the forward pass. If one of these ops is a
-        product, which is slow in float32, the remedy is a smaller loss scale instead, except for gradients that need a
-        scale below 1.
+        For gradients that do not fit, the remedy is float32 for ops of the forward pass; a smaller loss scale is
+        returned with it if the scale alone would be enough. If one of these ops is a product, which is slow in float32,
+        the remedy is a smaller loss scale instead, except for gradients that need a scale below 1.
         """
         of_forward = find_culprits(self.made, self._wanted)  # ops whose own results do not fit
         all_culprits = find_culprits(self.made, self._wanted | {written for written, _ in self._repairable})

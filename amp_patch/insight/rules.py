@@ -1,5 +1,5 @@
 """`RuleFinder`: finds the rule that decides in which dtype an op runs: a rule of a list, a module rule, or a property
-of the level.
+of the opt_level.
 """
 
 import functools
@@ -61,8 +61,9 @@ class RuleFinder:
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Return whether a patched attribute is an op to observe: it is on a list, is a product, or has no 16-bit
-        kernel on CPUs. Other patches are around ops, such as the one of torch.autograd.backward.
+        """Return whether a patched attribute is an op to observe: it is on a list, is a matrix product or a
+        convolution, or has no 16-bit kernel on CPUs. Other patched attributes, such as torch.autograd.backward, are no
+        ops to observe.
         """
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
@@ -99,15 +100,15 @@ class RuleFinder:
         return f"run: {rule.run}", _describe_line(rule.path, rule.line)
 
     def find_rule_of_unlisted(self, site: Site, module: nn.Module | None) -> tuple[str, str]:
-        """Return the rule that decides for an op on no list, and its place or level; "" and "" without one."""
+        """Return the rule that decides for an op on no list, and its place or opt_level; "" and "" without one."""
         policy = self._session.policy
         rule = entry = ""
         if module is not None:
             rule, entry = self.find_module_rule(module)
         if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
-        # At levels that do not cast models, a module rule acts in its region only. There is none when a checkpoint that
-        # the script wrote itself runs a part of a forward again.
+        # At levels that do not cast models, a module rule acts only in the region that it opens. No region is open when
+        # a checkpoint that the script wrote itself runs a part of a forward pass again.
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry
         if module is None or policy.cast_model_type is None:

@@ -1,4 +1,6 @@
-"""Runs a training under a probe. The training is a function here; `amp_patch.cli.scripts` runs scripts.
+"""Runs a training under a *probe*, which watches it and makes a recording.
+
+The training is a function here; `amp_patch.cli.scripts` runs scripts.
 
 Importing this module does not import torch: the script that runs imports it.
 """
@@ -186,7 +188,7 @@ class FunctionRunner:
     """Runs a function without arguments that makes its model, opens a session or enters `torch.autocast`, and trains.
 
     A session that the function leaves open is closed. Raises ArgumentTypeError if `train` cannot be called, and
-    SessionError if a session is in force or autocast is watched already.
+    SessionError if a session is in force, or if `amp_patch.native` is installed or in use.
     """
 
     def __init__(self, train: Callable[[], object]) -> None:

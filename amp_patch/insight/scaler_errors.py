@@ -70,7 +70,7 @@ class ScalerErrors:
 
     @property
     def refusals(self) -> list[MisuseRecord]:
-        """Records of the refused calls that `explain` has not explained, for example because the script caught them."""
+        """Records of the refused calls that `explain` has not explained, such as calls whose exception was caught."""
         return list(self._refusals.values())
 
     # ---- exceptions --------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class ScalerErrors:
         """Return the record of an exception that GradScaler itself has raised; None for another exception.
 
         In a script without `amp.initialize`, also return None if `note_refusal` was not called for the exception.
-        `empty` is a record with the facts that every exception has.
+        `empty` is a record that has the facts which are known for every exception, and no others.
         """
         innermost = levels.all[-1] if levels.all else None
         if innermost is None or not innermost.file.endswith(_SCALER):
@@ -129,7 +129,7 @@ class ScalerErrors:
             )
         if loss.trains_nothing and not depends:
             return (
-                [f"the loss at {loss.site} is a tensor of its own, or made of one: no gradient flows to a parameter"],
+                [f"the loss at {loss.site} has no autograd graph that leads to a parameter, so no gradient flows"],
                 f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
                 " torch.tensor(...) on the way",
             )
@@ -137,13 +137,13 @@ class ScalerErrors:
             of_models = {id(weight) for model in session.models() for weight in model.parameters()}
             if not any(id(weight) in of_models for weight in weights):
                 return (
-                    ["they belong to no model that was called: it may have been copied, made again or converted since"],
-                    "the optimizer made of the parameters of the model that is trained, and after the model",
+                    ["they belong to no model that was called: perhaps the model was copied, made again or converted"],
+                    "make the optimizer after the model, from the parameters of the model that is trained",
                 )
             return (
                 [f"the loss at {loss.site} does not depend on them ({names})"],
-                f"no step of this optimizer where no loss depends on its parameters ({site}); or a loss that does: no"
-                " .detach() and no_grad on the way",
+                f"leave out the step of this optimizer where no loss depends on its parameters ({site}); or let the"
+                " loss depend on them, without .detach() or no_grad on the way",
             )
         return (
             [
@@ -261,7 +261,7 @@ def find_optimizer(levels: Levels) -> Optimizer | None:
 
 
 def is_of_own_optimizer(levels: Levels) -> bool:
-    """Return whether the script's own code has raised, and neither torch.optim nor a package."""
+    """Return whether the exception came from the script's own code, and not from torch.optim or a package."""
     inner = levels.innermost
     if inner is None or inner.is_in_package:
         return False
@@ -285,7 +285,7 @@ def describe_dtypes(optimizer: Optimizer, session: Session) -> list[str]:
 
 
 def advise_optimizer(optimizer: Optimizer, origins: Origins) -> str:
-    """Return the edit of a script whose optimizer raises in the code of a package."""
+    """Return the edit of a script whose optimizer raises an exception in the code of torch.optim or of a package."""
     weights = list(_weights_of(optimizer))
     state = [tensor for weight in weights for tensor in optimizer.state.get(weight, {}).values()]
     made = [origins.find(tensor) for tensor in state if isinstance(tensor, Tensor)]

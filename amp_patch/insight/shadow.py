@@ -49,7 +49,7 @@ class LowResults(NamedTuple):
 
     Attributes:
         overflow_in: the largest share of the values of an input that overflow in 16 bits.
-        tensors: the results; none if the function cannot run on rounded inputs.
+        tensors: the results; empty if the function cannot run on rounded inputs.
         call: makes the call again, to measure its backward pass. None if gradients are disabled or no input is rounded,
             and for products, whose backward passes are products, too.
     """
@@ -71,8 +71,8 @@ class _LowCall:
         """Return the relative error (L2) of the gradients of the inputs if the backward pass runs in 16 bits.
 
         `gradient` is the gradient of the result `index` of the call. Inputs whose gradients are not finite in 16 bits
-        are left out. The other gradients count as one vector, because a single one may be nothing but rounding error,
-        as the gradient of the keys' bias in attention is.
+        are left out; if none is left, the error is 0. The other gradients count as one vector, because a single one may
+        be nothing but rounding error, as the gradient of the keys' bias in attention is.
         """
         low = self._inputs[0].dtype
         rounded = gradient.detach().to(low)

@@ -22,7 +22,7 @@ from .expressions import read_source
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = __name__.partition(".")[0]
 _TORCH = f"{Path(torch.__file__).parent}/"
-_ROLES_OF_TORCH = {  # the first that the name of a file begins with
+_ROLES_OF_TORCH = {  # by the beginnings of file names; the first that fits counts
     f"{_TORCH}optim/": "optimizer",
     f"{_TORCH}amp/grad_scaler.py": "amp",
     _TORCH: "",

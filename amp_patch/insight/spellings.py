@@ -1,4 +1,4 @@
-"""Finds how the line of a script that raised writes each operand of the call, for example as `x.half()`."""
+"""Finds how the line of a script that raised an exception writes each operand, for example as `x.half()`."""
 
 import ast
 import contextlib

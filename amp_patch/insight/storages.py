@@ -118,5 +118,5 @@ class Storages:
 
 
 def is_of_scaled(written: Written) -> bool:
-    """Return whether an op of the backward pass gave a value that carries the loss scale."""
+    """Return whether a value that an op of the backward pass has written carries the loss scale."""
     return written.is_scaled or written.op in _SEEDS

@@ -34,6 +34,8 @@ def format_recording(
         with_all: give each layer its own row, and also show ops that run as in plain torch.
         width: the number of characters of a line; None for any number. To fit, the table shortens texts, leaves out
             columns, and puts names of modules on lines of their own.
+
+    Raises ArgumentValueError for another `by`.
     """
     if by not in get_args(By):
         raise ArgumentValueError(f"by={by!r} is not one of {', '.join(get_args(By))}.{did_you_mean(by, get_args(By))}")
@@ -262,7 +264,7 @@ def op_cells(op: OpRecord) -> tuple[str, ...]:
 
 
 def choose_forward(recording: Recording, *, with_all: bool = False) -> list[OpRecord]:
-    """Return the rows of the forward pass."""
+    """Return the rows of the forward pass, and of its recomputation by checkpoints."""
     return [op for op in choose_ops(recording, with_all=with_all) if op.phase in _FORWARD]
 
 

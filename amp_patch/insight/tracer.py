@@ -115,7 +115,7 @@ class Tracer(Recorder):
 
     @property
     def searches(self) -> list[FaultRecord]:
-        """The first fault of each step that was skipped because a dynamic loss scale was still too large."""
+        """The first fault of each step that was skipped while a dynamic loss scale was, or may have been, too large."""
         return list(self._searches)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
@@ -450,9 +450,9 @@ def trace(
         underflow: the largest share, from 0 to 1, of an op's values that may become zero in 16 bits. Values that are
             zero in float32 do not count. None: no limit.
         ignore: names of ops whose values are accepted, such as `masked_fill`.
-        on_fault: "raise" raises NonFiniteError; "record" returns the recording. An error that the step raises is then
-            suppressed if the recording has a fault or explains the error. Either way the step has run, so weights
-            may hold inf or NaN: make the model anew before you train on.
+        on_fault: what follows a fault: "raise" raises NonFiniteError, "record" returns the recording. An error that
+            `step` raises propagates if there is no fault; with "record", only if the recording does not explain it. In
+            each case the step has run, so weights may hold inf or NaN: make the model anew before you train on.
 
     Raises:
         NonFiniteError: a value does not fit; its `fault` is the record.

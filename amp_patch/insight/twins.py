@@ -38,7 +38,7 @@ class Twins:
     def put(self, tensor: Tensor, value: Tensor) -> None:
         """Store float32 values as the twin of a tensor of the same shape.
 
-        Complex tensors, and tensors that are not of `PLAIN_CLASSES`, get no twin.
+        Complex tensors, and tensors for which `storage_of` returns 0, get no twin.
         """
         if type(tensor) not in PLAIN_CLASSES or not storage_of(tensor) or tensor.is_complex():
             return
@@ -82,8 +82,8 @@ class Twins:
         key, size = id(storage), tensor.element_size()
         everything = tensor.detach().as_strided((storage.nbytes() // size,), (1,), 0)
         flat: Tensor = clone(everything.float())
-        # A twin must go when its storage is freed, because another storage may get the same id. `forget` is no function
-        # in Python: a Ctrl-C during its call would be lost.
+        # A twin must go when its storage is freed, because another storage may get the same id. `forget` runs no Python
+        # code: a Ctrl-C in a weakref callback that is written in Python would be lost.
         forget = functools.partial(self._flat.pop, key)
         self._flat[key] = weakref.ref(storage, forget), flat, size
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -67,8 +67,8 @@ class Written:
         is_held_low: whether the result would have 16 bits even if an input were float32.
         is_scaled: whether it is a gradient that carries the loss scale. A backward pass has other values, too.
         summed: how many times larger it is than the mean of the terms that were summed for it; 1 without a sum.
-        mask_fault: a fault that may be added later. An input that seems to be a mask has made this result inf or NaN.
-            If it proves to be no mask, it is this fault.
+        mask_fault: the fault to report if an input that looks like a mask has made this result inf or NaN, and proves
+            to be no mask; None without such an input.
     """
 
     op: str
@@ -124,8 +124,8 @@ class Written:
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
     """Return the ops to run in float32 so that the wanted results are float32.
 
-    `made` has the results of a step in order. An op is left out if it is float32 anyway, because it takes the dtype of
-    its inputs, and one of them is float32 already.
+    `made` has the results of a step in order. An op is left out if an op before it makes one of its
+    inputs float32, and it then runs in float32 without a change of its own.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []

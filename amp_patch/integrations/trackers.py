@@ -29,10 +29,10 @@ class Tracker:
     is written when the next one is due, or by `flush`. By then the device has usually computed the norm, so the host
     does not wait. With sparse gradients, it waits at each entry. The loss scale and the number of skipped steps have
     the values that the host knew at the time of the entry. With several loss scales, `amp/loss_scale_0`,
-    `amp/loss_scale_1`, ... are logged.
+    `amp/loss_scale_1`, ... are logged in place of `amp/loss_scale`.
 
-    An entry comes after its step, and Weights & Biases takes none for an earlier step. So if the script itself
-    has logged a later step to it, the entry is added to the current step, with its own step as `amp/step`.
+    An entry is written after its step, and Weights & Biases takes no entry for a step before its current one. So if the
+    script itself has logged a later step there, the entry is added to that step, and `amp/step` has the entry's step.
 
     Args:
         target: a TensorBoard SummaryWriter (`add_scalar`), `wandb` or a run of it (`log`), or a function

@@ -365,7 +365,7 @@ out.float().sum().backward()
         f"{SCALED}loss = torch.tensor(model(x).mean().item(), requires_grad=True)\nscaler.scale(loss).backward()\n"
         "scaler.step(optimizer)\n",
         NONE,
-        ("is a tensor of its own", "no .item()"),
+        ("has no autograd graph that leads to a parameter", "no .item()"),
         "",
         ("torch.tensor(model(x).mean().item(), requires_grad=True)", "model(x).mean()"),
     ),
@@ -373,7 +373,7 @@ out.float().sum().backward()
         f"{SCALED}parts = torch.tensor(model(x).tolist(), requires_grad=True)\nloss = parts.mean()\n"
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\n",
         NONE,
-        ("or made of one: no gradient flows to a parameter",),
+        ("that leads to a parameter, so no gradient flows",),
         "",
         ("torch.tensor(model(x).tolist(), requires_grad=True)", "model(x)"),
     ),
@@ -389,7 +389,7 @@ out.float().sum().backward()
         f"{SCALED}other = torch.optim.SGD(lin.parameters(), 0.1)\nscaler.scale(model(x + lin(x).detach()).mean())"
         ".backward()\nscaler.step(optimizer)\nscaler.step(other)\nscaler.update()\n",
         NONE,
-        ("does not depend on them (weight, bias)", "no step of this optimizer where no loss depends"),
+        ("does not depend on them (weight, bias)", "leave out the step of this optimizer where no loss depends"),
         "",
         ("scaler.step(other)\n", ""),
     ),

@@ -27,11 +27,11 @@ def write_report(recording: Recording, path: str | os.PathLike[str], *, command:
 
 
 def make_report(recording: Recording, *, command: str = "") -> str:
-    """Return the page of a recording: its comparison, faults, flight recorder and ops, if any.
+    """Return the page of a recording, with a button that downloads all records.
 
-    A button downloads all records.
-
-    `command` is shown, unless the recording has its own.
+    It shows the comparison, the ops and the samples of a flight recorder, as far as the recording has them. A recording
+    with neither a comparison nor ops is shown as `trace` prints it, unless all its records are such samples. `command`
+    is shown, unless the recording has its own.
     """
     title, style = "What ran in which precision", ""
     is_compared = bool(recording.of(ComparisonRecord))

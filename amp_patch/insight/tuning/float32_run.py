@@ -31,9 +31,8 @@ WHOLE_MODEL = "**"
 class Float32Run(Check):
     """A `Check` that also measures the errors of ops, for a run that keeps all modules in float32.
 
-    The last module rule of the run must be `{match: "**", run: float32}`. Measured are the forward passes of the thread
-    that opens the session; ops on no list are measured only while a module runs. Code of torch.compile runs
-    uncompiled.
+    The last module rule of the run must be `{match: "**", run: float32}`. It measures the forward passes of the thread
+    that opens the session; ops on no list only while a module runs. Code of torch.compile runs uncompiled.
     """
 
     def __init__(self, steps: int = 2, *, on_end: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +47,10 @@ class Float32Run(Check):
         return records
 
     def session_opened(self, session: Session) -> None:
-        """Begin to measure the models of a session. Called again when the session gets more models."""
+        """Begin to measure the models of a session. Called again when the session gets more models.
+
+        Raises SessionError if the session has no 16-bit dtype.
+        """
         super().session_opened(session)
         low = session.policy.low_dtype
         if low is None:
@@ -183,7 +185,7 @@ class _Shadowing:
             return dtype_of_module == "low" or (rule.runs_in == "low" and dtype_of_module != "float32")
         if rule is OpRule.BANNED:
             return False
-        arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # a scalar does not decide on the dtype
+        arrays = [tensor for tensor in inputs if tensor.dim()] or inputs  # 0-dim tensors do not decide
         are_low = [storage_of(tensor) in self._low_storages for tensor in arrays]
         if rule is OpRule.MATCH:  # one argument decides; which one is not looked up
             return any(are_low)

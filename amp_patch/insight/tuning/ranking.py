@@ -155,7 +155,7 @@ class Ranking:
         return float(2.0 ** math.floor(math.log2(limit / largest)))
 
     def find_reason(self, entry: ListEntry) -> str:
-        """Return the reason for an entry: the first op that overflows, or else the op with the largest error.
+        """Return the reason for an entry: an op that overflows, or else the op with the largest error.
 
         Return "" if no op that was measured shows why the entry is needed.
         """

@@ -14,7 +14,7 @@ from .verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A run with the entries of a candidate.
+    """A run of the search with a candidate, which is a list with the entries below.
 
     Attributes:
         number: the number of the run.

@@ -374,7 +374,7 @@ def _last_line(error: Exception) -> str:
 
 
 def tune(train: Callable[[], object], **options: Any) -> TuneResult:
-    """Find few modules or ops whose float32 is enough to keep gradients within a tolerance.
+    """Find few modules or ops that, in float32, are enough to keep gradients within a tolerance.
 
     `train` is a function without arguments that creates its model, calls `amp.initialize` or enters `torch.autocast`,
     and trains. It is called up to `max_runs` times, and each call is stopped after `steps` steps. Up to four further

@@ -40,7 +40,7 @@ class Verdict:
 
 
 def judge(reference: Recording, run: Recording, tolerance: float) -> Verdict:
-    """Compare `run` with `reference`, the run in float32."""
+    """Compare `run` with `reference`, the run in float32, and return whether they agree."""
     reference_steps, steps = _steps_by_number(reference), _steps_by_number(run)
     missing = [key for key in reference_steps if key not in steps]
     if missing:
