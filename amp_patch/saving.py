@@ -7,7 +7,8 @@ from .errors import ArgumentTypeError, CheckpointError
 from .session import current as _current
 from .tables import count_of
 
-_ROUNDING = "stochastic_rounding"
+ROUNDING = "stochastic_rounding"
+"""The name of the entry with the state of stochastic rounding."""
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
             result[f"loss_scaler{index}"] = scaler.state_dict()
         rounding = session.bindings.rounding
         if rounding is not None:
-            result[_ROUNDING] = rounding.state_dict()
+            result[ROUNDING] = rounding.state_dict()
     return result
 
 
@@ -68,7 +69,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             " {'amp': amp.state_dict(), ...}, and pass torch.load(path)['amp']"
         )
     expected = [f"loss_scaler{index}" for index in range(len(scalers))]
-    if set(state_dict) - {_ROUNDING} != set(expected):
+    if set(state_dict) - {ROUNDING} != set(expected):
         raise CheckpointError(
             f"the saved amp state holds {', '.join(map(str, state_dict)) or 'nothing'}, but this session has"
             f" {count_of(len(scalers), 'loss scaler')} ({', '.join(expected)}): {_advise(state_dict, expected)}"
@@ -77,8 +78,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     try:
         for name, scaler in zip(expected, scalers, strict=True):
             scaler.load_state_dict(_check_entry(name, state_dict[name]))
-        if rounding is not None and _ROUNDING in state_dict:
-            rounding.load_state_dict(state_dict[_ROUNDING])
+        if rounding is not None and ROUNDING in state_dict:
+            rounding.load_state_dict(state_dict[ROUNDING])
     except (TypeError, ValueError) as error:
         # all or nothing: restore the scalers whose entries were loaded before the faulty one
         for scaler, saved in zip(scalers, before, strict=True):
@@ -92,7 +93,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 def _advise(state_dict: Mapping[str, Any], expected: list[str]) -> str:
     """Return the remedy for a state whose keys do not fit the loss scales, which have the keys `expected`."""
     if set(expected) <= set(state_dict):
-        others = [str(key) for key in state_dict if key not in (*expected, _ROUNDING)]
+        others = [str(key) for key in state_dict if key not in (*expected, ROUNDING)]
         if not any(other.startswith("loss_scaler") for other in others):
             return f"pass its entries without {', '.join(others)}"
     for name, value in state_dict.items():

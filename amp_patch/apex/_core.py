@@ -22,6 +22,7 @@ from ..casting import compiling, op_patches
 from ..config import Policy as Policy
 from ..config import load_oplists, presets
 from ..config import make_policy as make_policy
+from ..saving import ROUNDING as ROUNDING
 from ..session import Session as Session
 from ..session import as_models as as_models
 from ..session import as_optimizers as as_optimizers

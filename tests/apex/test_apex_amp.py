@@ -360,6 +360,21 @@ def test_another_number_of_scalers_is_told_and_loaded_as_far_as_it_goes(saved, c
     assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == expected
 
 
+@pytest.mark.parametrize("saved", [1, 2, 3], ids=["fewer", "equal", "more"])
+def test_steps_of_stochastic_rounding_come_back_beside_the_scalers(saved, tmp_path, monkeypatch):
+    presets = tmp_path / "presets.yaml"
+    presets.write_text("O2: {extends: O2, cast_model_type: float16, optimizer_state_type: bfloat16}\n")
+    monkeypatch.setenv("AMP_PATCH_PRESETS", str(presets))
+    start("O2", num_losses=2)
+    entries = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(saved)}
+    amp.load_state_dict({**entries, "stochastic_rounding": {"steps": 7}})
+    loaded = amp.state_dict()
+    assert loaded.pop("stochastic_rounding") == {"steps": 7}
+    assert [entry["loss_scale"] for entry in loaded.values()] == [2.0**i if i < saved else 65536.0 for i in range(2)]
+    amp.load_state_dict(amp.state_dict())
+    assert amp.state_dict() == {**loaded, "stochastic_rounding": {"steps": 7}}
+
+
 def test_foreign_entries_are_refused_before_anything_is_loaded():
     start("O1")
     with pytest.raises(RuntimeError, match="epoch"):

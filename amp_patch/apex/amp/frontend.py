@@ -22,6 +22,7 @@ from ...errors import CheckpointError, ModelError, PolicyError, did_you_mean, re
 from ...reporting import say
 from ...script_settings import describe_replaced, in_force
 from .._core import (
+    ROUNDING,
     Policy,
     Session,
     api,
@@ -229,27 +230,31 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load the result of `state_dict` into the loss scalers: the n-th entry into the n-th scaler.
+    """Load the result of `state_dict`. The n-th entry with "loss_scaler" in its name goes into the n-th loss scaler.
 
-    If there are more entries than scalers, or fewer, load the entries that have a scaler, and print a warning. Do
-    nothing if amp is disabled. Raises CheckpointError (a RuntimeError) for an entry without "loss_scaler" in its name,
-    and the errors of `amp_patch.load_state_dict`. If it raises, nothing is loaded.
+    If there are more such entries than scalers, or fewer, load the entries that have a scaler, and print a warning. Do
+    nothing if amp is disabled. Raises CheckpointError (a RuntimeError) for an entry that `state_dict` never makes, and
+    the errors of `amp_patch.load_state_dict`. If it raises, nothing is loaded.
     """
     if is_disabled():
         return
     if not isinstance(state_dict, Mapping):
         api.load_state_dict(state_dict)  # raises the error
-    foreign = [str(name) for name in state_dict if "loss_scaler" not in str(name)]
+    scales = [name for name in state_dict if "loss_scaler" in str(name)]
+    foreign = [str(name) for name in state_dict if name not in scales and name != ROUNDING]
     if foreign:
         raise CheckpointError(
             f"{', '.join(foreign)}: not an entry of amp.state_dict(), whose names are loss_scaler0, loss_scaler1, ..."
         )
     state = api.state_dict()
-    if len(state_dict) != len(state):
+    present = [name for name in state if name != ROUNDING]
+    if len(scales) != len(present):
         print(
-            f"Warning: the saved amp state has {len(state_dict)} loss scalers, and there are {len(state)} now: loading"
+            f"Warning: the saved amp state has {len(scales)} loss scalers, and there are {len(present)} now: loading"
             " as many as both have."
         )
     # by position: Apex did not read the number in a name either
-    state.update(zip(list(state), state_dict.values(), strict=False))
+    state.update(zip(present, (state_dict[name] for name in scales), strict=False))
+    if ROUNDING in state_dict:
+        state[ROUNDING] = state_dict[ROUNDING]
     api.load_state_dict(state)
