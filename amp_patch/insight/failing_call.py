@@ -214,7 +214,7 @@ class FailingCall:
         name: the name of the op or of the function. For a check, the name of the function that contains it.
         operands: the tensors among its arguments, each with its name; for a module, also its parameters. For a check,
             the tensors that the condition names.
-        run: makes the call again. It is given a function, and passes each tensor through it first.
+        run: makes the call again. It takes a function, such as a cast, and replaces each tensor by what this returns.
         written: the operand that it writes to; None if there is none, or if that is not known.
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
@@ -338,7 +338,7 @@ Parts = Sequence[tuple[ast.expr, Reader]]
 
 
 def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:
-    """Return the call of a function with positional arguments, if all of them can be read."""
+    """Return the call of a function with positional arguments; None if one of them cannot be read."""
     values = [reader.read(node) for node, reader in parts]
     if any(value is UNKNOWN for value in values):
         return None
@@ -414,7 +414,7 @@ def _may_run_again(function: Any) -> bool:
     * methods of tensors;
     * modules of torch without buffers, if all modules inside are torch's, too;
     * functions of amp_patch, of torch, and of packages whose names begin with "torch";
-    * other callable objects except Python functions, partials and classes: most are functions in C.
+    * other callable objects except Python functions and methods, partials and classes: most are functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor
@@ -428,7 +428,9 @@ def _may_run_again(function: Any) -> bool:
 
 
 def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `x[index] = value`; None if something else assigns to `x[index]`, such as a `for`."""
+    """Return the call of `x[index] = value`; None if something else assigns to `x[index]`, such as a `for`, or if a
+    part of it cannot be read.
+    """
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None
@@ -441,7 +443,7 @@ def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -
 
 
 def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `parameter.grad = value`."""
+    """Return the call of `parameter.grad = value`; None as for `_read_item_assignment`."""
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None

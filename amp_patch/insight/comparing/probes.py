@@ -101,7 +101,9 @@ class CurveProbe(Probe):
             self._first_weights.keep(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Record the step."""
+        """Put the weights back (`is_frozen`) or move them (`is_noise`). Record the step, if it counts; after the last,
+        end.
+        """
         if self._first_weights is not None:
             self._first_weights.put_back(optimizer)
         if self._is_noise:
@@ -313,7 +315,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step. While updates are followed, tell `QuietWatch` of each step."""
+        """Sample the gradients before the first step. While updates are followed, tell `UpdateWatch` of each step."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
@@ -410,7 +412,7 @@ class LayerProbe(Probe):
 def name_layers(session: Session) -> dict[int, tuple[nn.Module, str]]:
     """Return each module of the models with its qualified name, by the id of the module.
 
-    A model itself has no qualified name, so it is called after its class: "(Net)".
+    A single model itself has no qualified name, so it is called after its class: "(Net)".
     """
     return {
         module_id: (module, name or f"({type(module).__name__})")
