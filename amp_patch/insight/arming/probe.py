@@ -100,7 +100,7 @@ class Armed(Probe):
         # by id of the optimizer: how often its weights had been written when its last step ended
         self._written: dict[int, int] = {}
         self._is_bad = False  # whether the step that has begun has trouble
-        self._has_stepped = False  # whether that step has changed the weights already, as a step with a closure has
+        self._has_stepped = False  # whether this step has changed the weights already, as a step with a closure has
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -131,7 +131,7 @@ class Armed(Probe):
             self._sampler.begin_step(self._count)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss, unless it is the last that was noted."""
+        """Note a loss, unless it was the last one noted."""
         if self._session is None or self.is_over or id(scaled_loss) == self._noted_loss:
             return
         with without_functions():  # what runs here is no part of the step, and must not be written onto the tape
@@ -396,14 +396,15 @@ def _print(text: str) -> None:
 def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
-    With a dynamic loss scale, a step has gone wrong if at least three steps in a row were skipped, or if it is skipped
-    at a scale below 1, unless the repetition shows that a smaller scale is enough. Without a dynamic loss scale, it has
-    gone wrong if a gradient is not finite. In both cases, it has gone wrong if its loss is not finite; on a GPU, losses
-    are read only without a dynamic loss scale. A report is printed to stdout.
+    With a dynamic loss scale, a step has gone wrong if it is the third skipped step in a row or a later one, or if it
+    is skipped at a scale below 1, unless the repetition shows that a smaller scale is enough. Without a dynamic loss
+    scale, it has gone wrong if a gradient is not finite. In both cases, it has gone wrong if its loss is not finite; on
+    a GPU, losses are read only without a dynamic loss scale. A report is printed to stdout.
 
     Args:
-        then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
-            weights, unless it has a closure; "go" lets it run, and stops watching if it changes weights.
+        then: what follows a step that has gone wrong: "stop" raises NonFiniteError from the call of `step`;
+            "skip" lets this step change no weights, unless it has a closure; "go" lets it run, and stops watching if it
+            changes weights.
         every: without a dynamic loss scale, look at gradients, and on a GPU at losses, in one step of so many.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.

@@ -109,7 +109,7 @@ class Replay:
         return next(filter(None, map(find_obstacle, models)), "")
 
     def _find_assigned(self) -> list[tuple[Tensor, Made]]:
-        """Return the parameters whose `.grad` is a result of a function call on the tape, each with this result.
+        """Return the parameters whose `.grad` is the result of a call on the tape, each with this result.
 
         The script has assigned such a gradient, for example a result of `torch.autograd.grad`.
         """
@@ -202,7 +202,7 @@ class Replay:
                 self._note(f"the loss is {float(loss.mean()):.9g}, and was {float(first.tensor.mean()):.9g}")
 
     def _go_backward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Repeat a backward pass, and unscale its gradients as the session or GradScaler does."""
+        """Repeat a backward pass. Then, unscale the gradients and move them to the float32 masters, if there are any."""
         scale = None
         if self._scale != 1.0:
             scale = torch.tensor(self._scale, dtype=torch.float32, device=self._session.device_type)
@@ -241,8 +241,8 @@ class Replay:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with those of the first time, if these are alive and unchanged. Note a
-        difference.
+        """Compare the results of a call with those of the first time, as far as these are alive and unchanged. Note the
+        first difference.
         """
         for (reference, version), result in zip(call.made, results, strict=False):
             first = reference()

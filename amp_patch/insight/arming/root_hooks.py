@@ -63,8 +63,8 @@ class RootHooks:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
         The global hooks stay on in these cases: several threads have called models, and calls of the others would be
-        missed; torch.compile has compiled something, and would compile it again; the root is a ScriptModule; the hooks
-        of an earlier root are still on.
+        missed; torch.compile has compiled something since this object was made, and would compile it again; the root is
+        a ScriptModule; the hooks of an earlier root are still on.
         """
         # torch may call the hooks of the earlier root in this call, although they are turned off now. They do nothing,
         # because `_root` is None, so this call needs the global hooks.

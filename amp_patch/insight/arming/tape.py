@@ -44,8 +44,7 @@ class Call:
         args, kwargs: the arguments, with `Made` and `Given` in the place of tensors.
         caller: the line of the script.
         around: the settings of the thread.
-        random: the state of the generators of random numbers before the call; None for a call that is known to draw
-            none.
+        random: the state of the generators of random numbers before the call; None for a call that draws none.
         states: the states, before the call, of the modules that the call may have changed.
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call must be repeated even if none of its results is alive: a loss, or a backward pass.

@@ -83,11 +83,12 @@ class ContractOp:
 
 @dataclass(frozen=True, slots=True)
 class HardwareRecord:
-    """The hardware on which the numbers in the records after this one were measured.
+    """The hardware on which the numbers in the records after this one, up to the next of this kind, were measured.
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
-        threads: the number of threads of the run whose numbers are promised. The bands come from more runs.
+        threads: the number of threads of the run whose numbers are promised. The bands also come from runs with another
+            number of threads.
         kept: the share of elements whose change survives the rounding to 16 bits: of the weights, if these lose
             changes, else of the other tensors that lose most. None if no tensor loses any, or if the run that measures
             it failed.
