@@ -188,7 +188,8 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
-        # the shape of the stand-in may be wrong: of its methods, only casts are called, and the others return it here
+        # The shape of the stand-in may be wrong. So of its methods, only casts are called; a call of another method
+        # counts as the stand-in itself.
         if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
             return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):

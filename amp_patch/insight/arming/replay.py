@@ -202,7 +202,7 @@ class Replay:
                 self._note(f"the loss is {float(loss.mean()):.9g}, and was {float(first.tensor.mean()):.9g}")
 
     def _go_backward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Repeat a backward pass. Then, unscale the gradients and move them to the float32 masters, if there are any."""
+        """Repeat a backward pass. Then unscale the gradients, and move them to the float32 masters if there are any."""
         scale = None
         if self._scale != 1.0:
             scale = torch.tensor(self._scale, dtype=torch.float32, device=self._session.device_type)

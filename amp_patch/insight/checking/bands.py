@@ -145,7 +145,7 @@ class Variants:
         return round_number(band, 2) if band <= WIDEST else None
 
     def make_curve(self, name: str) -> StepsRecord:
-        """Return a number of each step, with its bands; the band is None in a step whose number is not promised.
+        """Return the value of a number in each step, with its band, which is None if the value is not promised.
 
         `name` is one of `CURVES`.
         """

@@ -217,8 +217,8 @@ class _ModuleNumbers:
         return math.sqrt(sum(sums_of_squares.values()))
 
     def _find_owners(self, parameters: Sequence[Tensor]) -> list[_Owner]:
-        """Return the owner of each parameter: the id of the module that has it, or that has the weight whose master it
-        is. For a parameter outside of the models, the owner is a text with its shape.
+        """Return the owner of each parameter: the id of the module that has the parameter or, for a float32 master, its
+        weight. For a parameter outside of the models, the owner is a text with its shape.
         """
         session = current.require()
         layers = name_layers(session)

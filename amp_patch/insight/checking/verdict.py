@@ -249,7 +249,7 @@ _KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped",
 
 def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
     """Yield a broken promise for each parameter group that only one run has, or whose optimizer has another class now.
-    For other groups, yield one for each setting whose value is another now.
+    For the other groups, yield one for each setting whose value has changed.
     """
     before = {(record.number, record.group): record for record in contract.optimizers}
     after = {(record.number, record.group): record for record in now.optimizers}
@@ -331,7 +331,7 @@ def _name_module(module: ModuleRecord) -> str:
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
     """Return the relative difference of the "weights", "output", "gradient" or "update" of a module.
 
-    None if `old` has no "update", or neither has a sketch of the others.
+    None if `old` has no "update" or, for the others, if neither `old` nor `new` has a sketch.
     """
     if name == "update":
         return compare_norms(old.update, new.update)

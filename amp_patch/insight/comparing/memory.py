@@ -78,7 +78,9 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of plain CPU tensors that were not counted before, after taking off those freed by now."""
+        """Subtract the storages that were freed since the last call, and add those of plain CPU tensors that were not
+        counted before.
+        """
         while self._freed:
             key, size = self._sizes.pop(self._freed.pop())
             del self._known[key]
