@@ -141,7 +141,9 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, in the dtype to which `dtypes` maps its dtype, or in the same dtype if it maps none."""
+    """Return a copy of a tensor, in the dtype to which `dtypes` maps its dtype. A dtype that is not in `dtypes`
+    stays.
+    """
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 
