@@ -254,7 +254,7 @@ class LayerProbe(Probe):
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow; None for the session's own.
-        has_errors: whether to measure the error that each op would add in 16 bits. Needs a run in float32.
+        has_errors: whether to measure the error that 16 bits would add to each op whose result is float32.
         on_end: called after the last step.
     """
 
