@@ -83,7 +83,7 @@ class ContractOp:
 
 @dataclass(frozen=True, slots=True)
 class HardwareRecord:
-    """The hardware on which the numbers in the records after this one, up to the next of this kind, were measured.
+    """The hardware on which the numbers in the records from this one to the next `HardwareRecord` were measured.
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".

@@ -389,7 +389,7 @@ def _is_comparable(
 ) -> bool:
     """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
-    It makes none if the module has no weights, such as an activation, and its ops differ: the script may call it at
+    It makes no sense if the module has no weights, such as an activation, and its ops differ: the script may call it at
     other places now, so its first calls in the two runs may not correspond.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)
