@@ -116,9 +116,9 @@ class ModuleRecord:
         dtype: the dtype of the output.
         error: the relative error (L2) of the output against a run in float32; None if it was not measured, or is not
             finite.
-        weights: the norm of the parameters in the first call with gradients; None if an optimizer began a step for them
-            before this call.
-        output: the norm of the output of the first call with gradients.
+        weights: the norm of the parameters in the first call with gradients enabled; None if an optimizer began a step
+            for them before this call.
+        output: the norm of the output of this call.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
         last_gradient, last_update: the same norms in the last step.

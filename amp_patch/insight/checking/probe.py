@@ -30,8 +30,8 @@ _Owner = int | str
 class ContractProbe(CurveProbe):
     """Records the losses, the ops of the second step, and numbers of modules, optimizers and steps.
 
-    Waits for the device at each layer in its first call with gradients, and in each step at each gradient and each
-    update of a parameter.
+    Waits for the device at each layer in its first call with gradients enabled, and in each step at each gradient and
+    each update of a parameter.
 
     Args:
         steps: the number of steps.

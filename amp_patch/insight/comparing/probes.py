@@ -249,8 +249,8 @@ class LayerProbe(Probe):
     that 16 bits would add to each op.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
-    in its first call with gradients, and of the unscaled gradients of its weights. The gradients are also counted by
-    magnitude.
+    in its first call with gradients enabled, and of the unscaled gradients of its weights. The gradients are also
+    counted by magnitude.
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow; None for the session's own.
@@ -304,7 +304,7 @@ class LayerProbe(Probe):
         self._take(module, output, self._outputs)
 
     def _take(self, module: nn.Module, value: Any, samples: dict[str, tuple[float, ...]]) -> None:
-        """Sample the first floating tensor in the input or output of a layer, in its first call with gradients."""
+        """Sample the first floating tensor in the input or output of a layer, in its first call with grad enabled."""
         _, name = self._names.get(id(module), (module, None))
         if name is None or name in samples or not torch.is_grad_enabled() or not is_layer(module):
             return
