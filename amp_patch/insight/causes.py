@@ -1,7 +1,7 @@
 """Why a value did not fit into its dtype: a class for each cause, with its condition, its words and its remedy.
 
 To add a cause, name it in `Cause` and put its class into `DIAGNOSES`. If its condition needs a fact that no field of
-`FaultRecord` has yet, add the field and let `faults` fill it.
+`FaultRecord` has yet, add the field and let the module `faults` fill it.
 """
 
 import abc
@@ -23,7 +23,7 @@ class Course:
 
     Attributes:
         has_grown: whether the loss or the largest weight has grown without bound.
-        is_mended: whether the gradients that the fault reaches are finite once its ops run in float32.
+        is_mended: whether the gradients that the fault reaches are finite once the faulty ops run in float32.
     """
 
     has_grown: bool = False

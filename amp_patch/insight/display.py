@@ -1,7 +1,7 @@
 """Functions that show a record in `print` and in notebooks. `notebook` registers the code for each class of records.
 
 Records are the lowest layer of this package and `notebook` is the highest. So records call these functions, and do not
-import `notebook`. The package's `__init__` imports it.
+import `notebook`. The package's `__init__` imports `notebook`.
 """
 
 import functools

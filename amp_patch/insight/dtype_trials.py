@@ -19,7 +19,7 @@ _ERRORS = (RuntimeError, TypeError, ValueError, AssertionError)
 class Trial(Enum):
     """The dtype to which a trial casts the floating operands."""
 
-    WIDEST = "widest"  # operands of several dtypes up to float32 to the dtype to which torch promotes them
+    WIDEST = "widest"  # those up to float32, if they have several dtypes, to the dtype to which torch promotes them
     FLOAT32 = "float32"  # all to float32
     WRITTEN = "written"  # all to the dtype of the operand that the call writes to, else of the first operand
     SINGLE = "single"  # all, also float64, to the dtype to which torch promotes the operands that are not float64
@@ -141,7 +141,9 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def cast(dtypes: Dtypes, tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, in the dtype to which `dtypes` maps its dtype. Other dtypes stay."""
+    """Return a copy of a tensor, in the dtype to which `dtypes` maps its dtype. A dtype that is not in `dtypes`
+    stays.
+    """
     return tensor.detach().to(dtypes.get(tensor.dtype, tensor.dtype), copy=True)
 
 

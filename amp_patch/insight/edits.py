@@ -19,7 +19,8 @@ _ORDER = (Trial.WEIGHT, Trial.MODEL, Trial.WIDEST, Trial.SINGLE, Trial.FLOAT32, 
 """The trials, the one with the best edit first."""
 
 _FIRST_OF_LOSSES = (Trial.WIDEST, Trial.FLOAT32)
-"""The trials to prefer for a call whose backward pass raised: most often a loss function, better in float32."""
+"""The trials to prefer for a call whose backward pass raised: most often a loss function, which is better in float32.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class CallSite:
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
     """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each edit repairs the
-    call by itself.
+    call by itself. Yield none if the line to edit is not known.
     """
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -196,8 +197,8 @@ def _advise_weights(weights: Sequence[Tensor]) -> Iterator[str]:
 
 
 def _enclose(text: str) -> str:
-    """Return an expression to which a method call can be appended: in brackets unless it is a name, attribute, call
-    or item.
+    """Return an expression to which a method call can be appended: in parentheses unless it is a name, an attribute, a
+    call or an item.
     """
     node = ast.parse(text, mode="eval").body
     return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"

@@ -119,7 +119,10 @@ def read_source(file: str, names: dict[str, Any] | None = None) -> Source | None
 
 
 def find_expression(frame: types.FrameType, index: int) -> tuple[ast.AST, Source] | None:
-    """Return the node of the instruction at `index` (`tb_lasti` of a traceback), and its file; None if not known."""
+    """Return the node of the instruction at `index` (`tb_lasti` of a traceback), and the source that has the node.
+
+    None if the node is not known.
+    """
     place = next(itertools.islice(frame.f_code.co_positions(), index // 2, None), None)
     source = read_source(frame.f_code.co_filename, frame.f_globals)
     node = None if place is None or source is None else source.find(place)
@@ -185,7 +188,8 @@ class Reader:
     def _read_call(self, node: ast.Call) -> Any:
         assert isinstance(node.func, ast.Attribute)
         owner, values = self.read(node.func.value), [self.read(argument) for argument in node.args]
-        # the stand-in may have a wrong shape, so of its methods only casts are called
+        # The shape of the stand-in may be wrong. So of its methods, only casts are called; a call of another method
+        # counts as the stand-in itself.
         if owner is not UNKNOWN and owner is self._stand_in and node.func.attr not in _CASTS:
             return owner
         if not isinstance(owner, Tensor) or any(value is UNKNOWN for value in values):
@@ -200,7 +204,7 @@ def read_attribute(owner: Any, name: str) -> Any:
     """Return an attribute. UNKNOWN stands for attributes that are not read, such as properties and class methods.
 
     Of a tensor, methods and `_TENSOR_ATTRIBUTES` are read; of another object, what it stores in `__dict__`, and
-    functions, tensors and static methods of its class.
+    functions, tensors and static methods of its class; of an nn.Module, also parameters, buffers and submodules.
     """
     if owner is UNKNOWN:
         return UNKNOWN

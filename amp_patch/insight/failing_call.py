@@ -54,7 +54,7 @@ _GRAMMAR = (ast.expr_context, ast.cmpop, ast.boolop, ast.unaryop)
 
 @dataclass(frozen=True)
 class Level:
-    """A frame of a traceback, with the line and the instruction that ran in it."""
+    """A frame of a traceback, with the line and the instruction (`tb_lasti` as `index`) that ran in it."""
 
     frame: types.FrameType
     line: int
@@ -161,7 +161,8 @@ class Levels:
     def find_names(self) -> Iterator[tuple[str, bool]]:
         """Yield the name of the function that each frame of `within` calls, the outermost frame first.
 
-        The second value says whether the function may be one of torch, or a method of tensors.
+        An operator or an assignment to an item counts as a call of its method, such as `__add__`. Frames that run none
+        of these are left out. The second value says whether the function may be one of torch, or a method of tensors.
         """
         for level in self.within():
             expression = find_expression(level.frame, level.index)
@@ -174,7 +175,8 @@ class Levels:
                 yield "__setitem__", True
 
     def find_variable(self, storage: int, tensor: Tensor | None = None) -> tuple[str, str]:
-        """Return the name of a variable that holds `tensor`, or a tensor with this storage, and the line of its frame.
+        """Return the name of a variable, and the line of its frame. The variable holds `tensor`, or a tensor whose
+        storage has the address `storage` (0: not known).
 
         The outermost frame of the user's code with such a variable counts. Return ("", "") if no frame has one.
         """
@@ -214,15 +216,15 @@ class FailingCall:
         name: the name of the op or of the function. For a check, the name of the function that contains it.
         operands: the tensors among its arguments, each with its name; for a module, also its parameters. For a check,
             the tensors that the condition names.
-        run: makes the call again. It is given a function, and passes each tensor through it first.
+        run: makes the call again. It takes a function, such as a cast, and replaces each tensor by what this returns.
         written: the operand that it writes to; None if there is none, or if that is not known.
         has_out: whether it has the argument `out`.
         is_kernel: whether it is an op of torch's dispatcher, not a call in Python code.
         forward: for an op of the backward pass, the call of the forward pass whose gradient it computes; else None.
         is_reached: whether lists and rules for modules act where it runs; None if that is not known.
         is_check: whether it is a check.
-        stand_in: an operand that is not the tensor of the script. It has the dtype of the latest result, and is used
-            for an argument that is the result of another call. None if there is none.
+        stand_in: an operand of one element, in place of an argument that is the result of another call. It has the
+            dtype of the result of the last op. None if there is none.
     """
 
     name: str
@@ -241,7 +243,7 @@ def find_failing_calls(levels: Levels, observer: Observer) -> Iterator[FailingCa
     """Yield the calls that may have raised an exception, the most likely first:
 
     1. the op that torch's dispatcher ran, if a dispatch mode of this package or of torch was handling it;
-    2. the Python calls in the frames of `Levels.within`, from the innermost to the user's line;
+    2. the Python calls in the frames of `Levels.within`, from the innermost to the user's line, without amp_patch's;
     3. the call in the user's line once more, if one of its arguments is the result of another call, as in `f(g(x))`. No
        frame holds this result, so `stand_in` takes its place.
     """
@@ -338,7 +340,7 @@ Parts = Sequence[tuple[ast.expr, Reader]]
 
 
 def _make_call(name: str, function: Callable[..., Any], parts: Parts, *, writes: bool = False) -> FailingCall | None:
-    """Return the call of a function with positional arguments, if all of them can be read."""
+    """Return the call of a function with positional arguments; None if one of them cannot be read."""
     values = [reader.read(node) for node, reader in parts]
     if any(value is UNKNOWN for value in values):
         return None
@@ -414,7 +416,7 @@ def _may_run_again(function: Any) -> bool:
     * methods of tensors;
     * modules of torch without buffers, if all modules inside are torch's, too;
     * functions of amp_patch, of torch, and of packages whose names begin with "torch";
-    * other callable objects except Python functions, partials and classes: most are functions in C.
+    * other callable objects except Python functions and methods, partials and classes: most are functions in C.
     """
     if isinstance(function, functools.partial):
         return function.func is _call_method  # a method of a tensor
@@ -428,7 +430,9 @@ def _may_run_again(function: Any) -> bool:
 
 
 def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `x[index] = value`; None if something else assigns to `x[index]`, such as a `for`."""
+    """Return the call of `x[index] = value`; None if something else assigns to `x[index]`, such as a `for`, or if a
+    part of it cannot be read.
+    """
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None
@@ -441,7 +445,7 @@ def _read_item_assignment(node: ast.Subscript, source: Source, reader: Reader) -
 
 
 def _read_grad_assignment(node: ast.Attribute, source: Source, reader: Reader) -> FailingCall | None:
-    """Return the call of `parameter.grad = value`."""
+    """Return the call of `parameter.grad = value`; None in the same cases as `_read_item_assignment`."""
     assignment = source.parents.get(node)
     if not isinstance(assignment, ast.Assign):
         return None

@@ -1,4 +1,4 @@
-"""Finds reasons why one process cannot call a model again without the other ranks."""
+"""Finds out whether one rank can call a model again without the other ranks, and unwraps DistributedDataParallel."""
 
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +10,10 @@ _PARALLEL = "torch.nn.parallel.distributed"
 
 
 def find_obstacle(model: nn.Module) -> str:
-    """Return why one rank alone cannot call a model again: its forward may wait for other ranks. "" if one rank can."""
+    """Return why one rank alone cannot call a model again: its forward may wait for other ranks. "" if one rank can.
+
+    A DistributedDataParallel is no obstacle by itself: call the model that `unwrap_parallel` returns.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return ""
     is_sharded = bool(list(find_fsdp_modules([model])))
@@ -23,7 +26,7 @@ def find_obstacle(model: nn.Module) -> str:
 
 
 def unwrap_parallel(model: nn.Module) -> nn.Module:
-    """Return the model inside a DistributedDataParallel, which exchanges gradients with other ranks, or `model`."""
+    """Return the model inside a DistributedDataParallel, or `model` itself if it is no DistributedDataParallel."""
     while is_instance_of(model, _PARALLEL, "DistributedDataParallel"):
         model = model.module  # type: ignore[assignment]
     return model

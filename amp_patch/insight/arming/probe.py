@@ -1,6 +1,6 @@
 """`Armed` watches a run at full speed. If a step goes wrong, `Armed` repeats the step under a tracer.
 
-`armed` does so for a block of code.
+The context manager `armed` does so for a block of code.
 """
 
 import contextlib
@@ -42,28 +42,28 @@ Then = Literal["stop", "skip", "go"]
 THEN: tuple[Then, ...] = ("stop", "skip", "go")
 
 _IS_SKIPPED: dict[Then, bool | None] = {"stop": None, "skip": True, "go": False}
-"""Whether a step with trouble counts as skipped; None if the run stops before the step."""
+"""By `then`: whether a step with trouble counts as skipped; None if the run stops before the step."""
 
 _MOST_REPORTS = 5
 """The largest number of reports that are printed in a run."""
 
 _MOST_REPEATED = 64
-"""The most steps that are repeated in a run. A repetition takes longer than a step, and lasting trouble is the same in
-all of them. A step that stops the run is always repeated.
+"""The most steps that are repeated in a run, apart from a step that stops the run. A repetition takes longer than a
+step, and if trouble lasts, each further repetition finds the same.
 """
 
 
 class Armed(Probe):
-    """Keeps enough of the present step to repeat it, and repeats it if it goes wrong, before weights change.
+    """Keeps enough of the present step to repeat it. If it goes wrong, repeats it before the optimizer changes weights.
 
     Args:
-        on_end: called after trouble with `then="stop"`.
-        then: what follows trouble: "stop" ends the run, "skip" lets the step change no weights, "go" lets it run, and
-            stops watching if it changes weights.
+        on_end: called when a step has gone wrong, with `then="stop"`.
+        then: what follows a step that has gone wrong: "stop" ends the run, "skip" lets the step change no weights
+            (unless it has a closure), "go" lets it run, and stops watching if it changes weights.
         every: see `TroubleWatch`.
-        record: record magnitudes in one step of so many; 0: in none.
+        record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted.
-        tell: prints a report.
+        tell: called with the text of each report; None: print it to stdout.
     """
 
     ends_alone = True
@@ -95,12 +95,12 @@ class Armed(Probe):
         self._stepping: int | None = None  # id of the optimizer whose step has begun
         self._step_on_tape = 0  # the number of the step that the calls on the tape belong to, once it is over
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped since the calls on the tape
-        self._noted_loss: int | None = None  # id of the last scaled loss
+        self._noted_loss: int | None = None  # id of the last loss of this step, after scaling
         self._largest_weight: float | None = None  # before the first step
         # by id of the optimizer: how often its weights had been written when its last step ended
         self._written: dict[int, int] = {}
         self._is_bad = False  # whether the step that has begun has trouble
-        self._has_stepped = False  # whether that step has changed the weights already, as a step with a closure has
+        self._has_stepped = False  # whether this step has changed the weights already, as a step with a closure has
         self.is_over = False
         self.error = NonFiniteError("", None)
 
@@ -114,7 +114,7 @@ class Armed(Probe):
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def session_opened(self, session: Session) -> None:
-        """Begin. Called again when a session gets more models."""
+        """Begin to watch a session. Called again when the session gets more models."""
         self.run = describe_run(session)
         if self.is_over:
             return
@@ -131,21 +131,21 @@ class Armed(Probe):
             self._sampler.begin_step(self._count)
 
     def loss_scaled(self, loss: Tensor, scaled_loss: Tensor) -> None:
-        """Note a loss."""
+        """Note a loss, unless it was the last one noted."""
         if self._session is None or self.is_over or id(scaled_loss) == self._noted_loss:
             return
-        with without_functions():  # reading attributes of tensors is no part of the step
+        with without_functions():  # what runs here is no part of the step, and must not be written onto the tape
             self._note_loss(self._session, loss, scaled_loss)
 
     def _note_plain_loss(self, session: Session, loss: Tensor) -> None:
-        """Note a tensor that goes backward, unless it is a loss that was scaled."""
+        """Note a tensor that goes backward, unless it was noted as a scaled loss."""
         if id(loss) != self._noted_loss:
             self._note_loss(session, loss, loss)
 
     def _note_loss(self, session: Session, loss: Tensor, scaled_loss: Tensor) -> None:
         self._noted_loss = id(scaled_loss)
         scaler: Any = None
-        for block in session.gradients.open_blocks():  # the innermost comes last
+        for block in session.gradients.open_blocks():  # blocks of `scale_loss`; the innermost comes last
             scaler = block.scaler
         if scaler is None and scaled_loss is not loss and session.scalers:
             scaler = session.scalers[0]
@@ -172,7 +172,7 @@ class Armed(Probe):
             self._act(session, trouble, optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Forget the step, and count it."""
+        """End the step: the next call of a model is of the next step. Count the step if `StepCounter` counts it."""
         session = self._session
         if session is None or self.is_over:
             return
@@ -196,7 +196,8 @@ class Armed(Probe):
                 self._sampler.end_step(self._count)
             self._count += 1
             if self._sampler is not None:
-                # at the next call, because the script may copy or script its models before it
+                # at the next call of a model: until then, the script may copy its models, or pass them to
+                # torch.jit.script
                 self._watch.before_next_call = functools.partial(self._sampler.begin_step, self._count)
 
     def misused(self, misuse: Any) -> None:
@@ -209,7 +210,8 @@ class Armed(Probe):
         self._noted_loss = None
 
     def stop(self) -> None:
-        """Stop watching. First, if a loss since the last step is known to be inf or NaN, repeat the calls that made it.
+        """Stop watching. First, if a loss since the last step is known to be inf or NaN, repeat the calls since that
+        step, and report the loss.
 
         Harmless twice.
         """
@@ -226,7 +228,10 @@ class Armed(Probe):
     # ---- trouble -----------------------------------------------------------------------------------------------------
 
     def _act(self, session: Session, trouble: Trouble, optimizer: Optimizer) -> None:
-        """Repeat a step with trouble, report it, and then stop, skip or go on."""
+        """Repeat a step with trouble, report it, and then stop, skip or go on.
+
+        If a loss scale skips the step, and `_report` returns None, just go on.
+        """
         report = self._report(session, trouble, optimizer)
         if report is None and trouble.is_skipped:
             return
@@ -250,8 +255,8 @@ class Armed(Probe):
     def _report(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> str | None:
         """Repeat a step, record the results, and print a report.
 
-        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if the step is not repeated
-        (see `_MOST_REPEATED`), or if there is no trouble after all: the loss scale is still on its way down.
+        Returns the report, or "" if it is not printed (see `_print_report`). Returns None if `_MOST_REPEATED` forbids
+        the repetition, or if the repetition shows no trouble: the dynamic loss scale is still on its way down.
         """
         is_search = trouble.is_skipped and trouble.loss is None
         if self._repeated >= _MOST_REPEATED and (self._then != "stop" or is_search):
@@ -292,9 +297,10 @@ class Armed(Probe):
         return self._print_report(record, faults)
 
     def _repeat(self, session: Session, trouble: Trouble, optimizer: Optimizer | None) -> tuple[Tracer, Replayed]:
-        """Repeat a step under a tracer, and return the tracer, which has stopped.
+        """Repeat a step under a tracer. Return the tracer, which has stopped, and how the repetition went.
 
-        If the last step has made weights inf or NaN, blame it, and repeat nothing.
+        If the last step has made weights inf or NaN, blame that step, and repeat nothing. If the step cannot be
+        repeated, `Replayed.obstacle` says why.
         """
         tracer = Tracer(ignore=self._ignore)
         begin = functools.partial(
@@ -325,13 +331,15 @@ class Armed(Probe):
         return self._step_on_tape if self._tape.is_over else self._count
 
     def _has_old_weights(self, optimizer: Optimizer) -> bool:
-        """Return whether the last step of an optimizer had no trouble, and nothing has written its weights since."""
+        """Return whether an optimizer has stepped, its last step had no trouble, and nothing has written its weights
+        since then.
+        """
         return self._written.get(id(optimizer)) == _count_writes(optimizer)
 
     def _print_report(self, record: TroubleRecord, faults: list[FaultRecord]) -> str:
         """Record and print trouble. Return the report.
 
-        Do nothing and return "" if a report about the same place was printed before, or `_MOST_REPORTS` reports.
+        Do nothing and return "" if a report about the same place was printed before, or if `_MOST_REPORTS` were.
         """
         # without a fault, the symptom stands for the place
         place: tuple[object, ...] = (record.symptom,)
@@ -371,7 +379,7 @@ def _has_bad_weights(session: Session, optimizer: Optimizer) -> bool:
 
 
 def _weights_of(session: Session, optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer, which may be masters, and of the models."""
+    """Yield the parameters of an optimizer, which may be float32 masters, and the weights of the session's models."""
     for group in optimizer.param_groups:
         yield from group["params"]
     for model in session.models():
@@ -388,13 +396,15 @@ def _print(text: str) -> None:
 def armed(*, then: Then = "stop", every: int = 1, record: int = 50, ignore: Sequence[str] = ()) -> Iterator[Recording]:
     """Train at full speed in the block. A step that goes wrong is repeated under `trace`, before its weights change.
 
-    With a dynamic loss scale, a step has gone wrong if it is the third skipped step in a row, or if it is skipped at a
-    scale below 1. Without one, it has gone wrong if a gradient is not finite. In both cases, it has gone wrong if its
-    loss is not finite; on a GPU, losses are read only without a dynamic loss scale. A report is printed to stdout.
+    With a dynamic loss scale, a step has gone wrong if it is the third skipped step in a row or a later one, or if it
+    is skipped at a scale below 1, unless the repetition shows that a smaller scale is enough. Without a dynamic loss
+    scale, it has gone wrong if a gradient is not finite. In both cases, it has gone wrong if its loss is not finite; on
+    a GPU, losses are read only without a dynamic loss scale. A report is printed to stdout.
 
     Args:
-        then: what follows: "stop" raises NonFiniteError from the call of `step`; "skip" lets this step change no
-            weights, unless it has a closure; "go" lets it run, and stops watching if it changes weights.
+        then: what follows a step that has gone wrong: "stop" raises NonFiniteError from the call of `step`;
+            "skip" lets this step change no weights, unless it has a closure; "go" lets it run, and stops watching if it
+            changes weights.
         every: without a dynamic loss scale, look at gradients, and on a GPU at losses, in one step of so many.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted, such as `masked_fill`.

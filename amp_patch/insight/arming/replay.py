@@ -1,6 +1,7 @@
-"""`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at the ops, and finds the faults.
+"""`Replay`: repeats a step whose calls a `Tape` has kept. A tracer looks at the ops, and finds the faults: values that
+do not fit into their dtype, such as inf.
 
-Afterwards, gradients, buffers and random numbers are as they were before the repetition.
+Afterwards, gradients, buffers and the generators of random numbers are as they were before the repetition.
 """
 
 import contextlib
@@ -31,12 +32,11 @@ class Replayed:
 
     Attributes:
         differences: sentences about what differed from the first time, or could not be followed.
-        obstacle: why the step could not be repeated to its end; "" if it was.
+        obstacle: why the step could not be repeated to its end; "" if nothing prevented it.
         micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if it
             came in no such pass, or if there was no fault.
         micro_batches: the number of losses in the step.
-        is_repeated: False if this step was not repeated, because the previous step has made weights that are not
-            finite.
+        is_repeated: False if no repetition was tried, because the previous step has made weights that are not finite.
     """
 
     differences: list[str] = field(default_factory=list)
@@ -60,13 +60,13 @@ class Replay:
         self._session = session
         self._tracer = tracer
         self._results: dict[int, list[Tensor]] = {}  # of the repeated calls, by the id of the call
-        # Inputs whose graph is not on the tape, detached from it, by the id of the input.
+        # by the id of an input that has a graph, but was made by no call on the tape: the input, detached
         self._cut: dict[int, Tensor] = {}
         self._scale = 1.0
         self._replayed = Replayed()
 
     def run(self, begin: Callable[[], None], optimizer: Optimizer | None, *, is_skipped: bool | None) -> Replayed:
-        """Repeat the calls, and return how that went. Afterwards, the tracer has the faults.
+        """Repeat the calls, unless there is an obstacle. Return how that went. Afterwards, the tracer has the faults.
 
         Args:
             begin: a function that starts the tracer.
@@ -109,8 +109,9 @@ class Replay:
         return next(filter(None, map(find_obstacle, models)), "")
 
     def _find_assigned(self) -> list[tuple[Tensor, Made]]:
-        """Return the tensors to whose `.grad` the script has assigned a tensor itself, such as a result of
-        `torch.autograd.grad`, each with the call on the tape that has made the gradient.
+        """Return the parameters whose `.grad` is the result of a call on the tape, each with this result.
+
+        The script has assigned such a gradient, for example a result of `torch.autograd.grad`.
         """
         gradients = [(holder, holder.grad) for holder in self._holders() if holder.grad is not None]
         makers = [(holder, self._tape.find_maker(gradient)) for holder, gradient in gradients]
@@ -201,7 +202,7 @@ class Replay:
                 self._note(f"the loss is {float(loss.mean()):.9g}, and was {float(first.tensor.mean()):.9g}")
 
     def _go_backward(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Repeat a backward pass, and unscale its gradients as the session or GradScaler does."""
+        """Repeat a backward pass. Then unscale the gradients, and move them to the float32 masters if there are any."""
         scale = None
         if self._scale != 1.0:
             scale = torch.tensor(self._scale, dtype=torch.float32, device=self._session.device_type)
@@ -234,13 +235,15 @@ class Replay:
             yield binding.flags.groups.read()[1]
 
     def _holders(self) -> list[Tensor]:
-        """Return the tensors that may hold a gradient, each once."""
+        """Return the parameters of the session's models and optimizers, each once."""
         return _find_holders(self._session.models(), self._session.optimizers())
 
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with its results in the first run, as far as these are alive and unchanged."""
+        """Compare the results of a call with those of the first time, as far as these are alive and unchanged. Note the
+        first difference.
+        """
         for (reference, version), result in zip(call.made, results, strict=False):
             first = reference()
             if first is None or first is result or read_version(first) != version:
@@ -256,7 +259,10 @@ class Replay:
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and values. NaN equals NaN; sparse values are not read."""
+    """Return whether two tensors have the same shape, dtype and values. NaN equals NaN.
+
+    If `first` is not strided, for example sparse, the values are not compared.
+    """
     if first.shape != second.shape or first.dtype is not second.dtype:
         return False
     if first.layout is not torch.strided:
@@ -269,11 +275,11 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _kept(session: Session, models: Iterable[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Context manager for a repetition. Afterwards, it restores gradients, buffers, attributes of modules, and random
-    numbers.
+    """Context manager for a repetition. Afterwards, it restores gradients, buffers, attributes of modules, the weights
+    that `_find_renormed` finds, and the generators of random numbers.
 
-    In the block, gradients start as None, buffers are copies, masters do not follow edits of weights, watchers get no
-    events, and nothing is compiled.
+    In the block, gradients start as None, buffers and these weights are copies, forward passes do not copy edited
+    weights to the float32 masters, `events.watchers` is empty, and functions of torch.compile run uncompiled.
     """
     modules = {id(module): module for model in models for module in model.modules()}
     states = [ModuleState(module, copies=False) for module in modules.values()]
@@ -315,7 +321,7 @@ def _find_renormed(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _find_holders(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the parameters of models and optimizers, each once. Optimizers may hold masters."""
+    """Return the parameters of modules and optimizers, each once. Those of an optimizer may be float32 masters."""
     holders: dict[int, Tensor] = {}
     for module in modules:
         for parameter in module.parameters():

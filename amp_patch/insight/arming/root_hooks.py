@@ -1,5 +1,5 @@
-"""`RootHooks`: while a model runs, replaces global hooks by hooks of the outermost module alone (the *root*). torch
-calls modules faster if no global hook is on.
+"""`RootHooks`: while a model runs, replaces the global hooks in `outer_hooks` by hooks of the outermost module alone
+(the *root*). torch calls modules faster if no global hook is on.
 """
 
 import sys
@@ -38,8 +38,8 @@ class RootHooks:
     """Turns the global hooks off while a root runs, and then on again.
 
     Args:
-        enter: called when the root calls itself.
-        leave: called when a call of the root ends.
+        enter: called when the root is called while it runs and the global hooks are off.
+        leave: called when a call of the root ends while the global hooks are off.
     """
 
     def __init__(self, enter: Callable[[nn.Module, Any], None], leave: Callable[[nn.Module, Any, Any], None]) -> None:
@@ -62,11 +62,12 @@ class RootHooks:
     def begin(self, root: nn.Module) -> None:
         """Turn the global hooks off and the root's own on, for the call of a root that has begun.
 
-        The global hooks stay on in these cases: another thread calls models, too, and its calls would be missed;
-        something was compiled, and torch.compile would compile it again; the root is a ScriptModule; the hooks of an
-        earlier root are still on.
+        The global hooks stay on in these cases: several threads have called models, and calls of the others would be
+        missed; torch.compile has compiled something since this object was made, and would compile it again; the root is
+        a ScriptModule; the hooks of an earlier root are still on.
         """
-        # only turn the hooks of the earlier root off, because torch may still call them in this call
+        # torch may call the hooks of the earlier root in this call, although they are turned off now. They do nothing,
+        # because `_root` is None, so this call needs the global hooks.
         if self._stale is not None:
             self._turn_stale_off()
             return
@@ -82,8 +83,8 @@ class RootHooks:
         self._root = root
 
     def end(self) -> None:
-        """Turn the global hooks on and the root's own off. While an exception is handled, the root's own stay on for
-        now.
+        """Turn the global hooks on and the root's own off. While an exception is handled, the root's own stay on until
+        the next `begin` or `end_step`.
 
         Harmless twice.
         """

@@ -30,7 +30,7 @@ class Surroundings(NamedTuple):
     Attributes:
         has_grad, is_inference: whether autograd records ops, and whether inference mode is on.
         low: the dtype of torch.autocast; None if it is disabled.
-        region: the mode of the region of the session; None outside of its regions.
+        region: the mode of the innermost region (see `casting.mode.Region`) of the session; None outside of regions.
     """
 
     has_grad: bool
@@ -53,7 +53,7 @@ def read_surroundings(session: Session) -> Surroundings:
 
 @contextlib.contextmanager
 def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
-    """Context manager: in the block, give this thread the settings in `surroundings`."""
+    """Context manager: in the block, this thread has the settings in `surroundings`."""
     with contextlib.ExitStack() as undo:
         undo.enter_context(_autocast_as(session.device_type, surroundings.low))
         undo.enter_context(session.switch.outside_regions())
@@ -67,7 +67,10 @@ def restored(surroundings: Surroundings, session: Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
-    """Context manager: enable or disable autocast, but not by `torch.autocast`, which `native` may have patched."""
+    """Context manager: enable autocast with the dtype `low`, or disable it if `low` is None.
+
+    It does not use `torch.autocast`, which `native` may have patched.
+    """
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.autocast_increment_nesting()
     try:
@@ -87,7 +90,8 @@ class RandomState:
 
     Args:
         device_type: the type of the device whose generator is read as well as the CPU's. Nothing waits for the device.
-        has_python: read the generators of Python and numpy, too. This takes 60 us, too long for each step.
+        has_python: read the generators of Python, and of numpy if it is imported, too. This takes about 60 us, too long
+            for each step.
     """
 
     def __init__(self, device_type: str, *, has_python: bool) -> None:
@@ -123,7 +127,7 @@ class ModuleState:
         self.module = module
         self._attributes = dict(vars(module))
         self._buffers = dict(get_own_buffers(module))
-        # a buffer that is written in place stays the same tensor
+        # a buffer that is written in place stays the same tensor, and only its version changes
         self._versions = [None if buffer is None else read_version(buffer) for buffer in self._buffers.values()]
         self._values: dict[str, Tensor] = {}
         if copies:
@@ -145,7 +149,7 @@ class ModuleState:
         return False
 
     def restore(self) -> None:
-        """Give the module these attributes, and copies of the buffers where they were copied."""
+        """Give the module the attributes and buffers that it had. With `copies`, the buffers have their old values."""
         attributes = vars(self.module)
         # the dictionary itself stays: the module looks up its attributes in it
         attributes.clear()
@@ -189,7 +193,7 @@ class StatefulModules:
         self._stateful: list[weakref.ref[nn.Module]] = []
 
     def read(self, model: nn.Module) -> list[ModuleState]:
-        """Return the states before a call of the model."""
+        """Return the states, before a call of the model, of the modules that the call may change."""
         if self._calls < _SCANNED_CALLS:
             modules = [module for module in model.modules() if not _is_batch_norm(module)]
             return [ModuleState(module, copies=True) for module in modules]

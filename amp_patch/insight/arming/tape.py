@@ -49,7 +49,8 @@ class Call:
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call must be repeated even if none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
-        graph_sources: the sources through which a backward pass from the result goes: their results have a graph.
+        graph_sources: those of `sources` through which a backward pass from the result goes: their results have a
+            graph.
         is_cut: whether the graph of the result has a part that was made by code whose calls are not on the tape.
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.
@@ -57,7 +58,7 @@ class Call:
         arrived: for a backward pass with `is_cut`: the results of models, each with the gradient that it got.
         obstacle: why the call cannot be repeated; "" if it can be.
         has_raised: whether a call of a model has raised an error. True until the call has ended.
-        is_training: the mode of a model, which the script may change after the call.
+        is_training: whether the model was in training mode during the call. The script may change the mode later.
     """
 
     kind: Kind
@@ -105,9 +106,10 @@ class Given:
 class Tape:
     """The calls of a step, in order.
 
-    The calls stay on the tape after the step, because another optimizer may step with gradients of the same calls. The
-    next call forgets them, except those whose results may still go backward. These are set aside, and come back if a
-    later call uses their results. For example, a GAN calls its generator once, for the steps of both optimizers.
+    The calls stay on the tape after the step, because another optimizer may step with gradients of the same calls. When
+    the next call is added, the tape forgets them, except those whose results may still go backward. These are set
+    aside, and come back if a later call uses their results. For example, a GAN calls its generator once, for the steps
+    of both optimizers.
     """
 
     def __init__(self) -> None:
@@ -167,7 +169,7 @@ class Tape:
         self.calls.append(call)
 
     def note_results(self, call: Call, results: Iterable[Tensor]) -> None:
-        """Note that a call has made these tensors. A call in place counts as the maker, too."""
+        """Note that a call has made these tensors. A call that changes a tensor in place counts as its maker."""
         for position, tensor in enumerate(results):
             # torch.utils.swap_tensors refuses a parameter that has a weak reference
             if type(tensor) is not Tensor and isinstance(tensor, Parameter):
@@ -233,7 +235,10 @@ class Tape:
     # ---- forgetting --------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Drop the calls whose results were freed and which no other call needs, such as calls of a validation."""
+        """Drop the calls whose results were freed and which no other call needs, such as calls of a validation.
+
+        If more than `_MOST_CALLS` are left, drop them all: the step is too long.
+        """
         needed: set[int] = set()
         kept: list[Call] = []
         for call in reversed(self.calls):
@@ -250,7 +255,7 @@ class Tape:
 
 
 def _find_unused(calls: Sequence[Call]) -> dict[int, Call]:
-    """Return the calls with a live graph through which no backward pass has gone, and their sources, by id."""
+    """Return, by id, the calls with a live graph that no backward pass has freed, and the sources of these calls."""
     live = {id(call) for call in calls if call.made and not call.has_raised and any(_has_live_graph(call))}
     if not live:
         return {}

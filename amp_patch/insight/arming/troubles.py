@@ -41,7 +41,7 @@ class _Skips:
         self._pending: deque[HostCopy] = deque()
 
     def add(self, flags: Iterable[Tensor]) -> bool | None:
-        """Note the overflow flags of a step. Return whether it is skipped; None if the host does not know yet."""
+        """Note the overflow flags of a step. Return whether the step is skipped; None if the host does not know yet."""
         self._pending.append(HostCopy(list(flags)))
         # count in the order of the steps, because `in_a_row` depends on it
         while self._pending and self._pending[0].is_known():
@@ -92,8 +92,8 @@ class TroubleWatch:
         self._of_step: list[Tensor] = []  # losses on other devices than a CPU
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss, if it has one element. On a CPU, read it now. On other devices, `judge` reads it if it finds inf
-        or NaN, and never under a dynamic loss scale.
+        """Note a loss, if it has one element. On a CPU, read it now. On another device, keep it for `judge`, which does
+        not look at it under a dynamic loss scale.
         """
         if loss.numel() != 1:
             return
@@ -125,7 +125,7 @@ class TroubleWatch:
 
     @property
     def bad_loss(self) -> float | None:
-        """A loss of this step that is known not to be finite."""
+        """A loss of this step that is known not to be finite; None if there is none."""
         return self._losses.bad
 
     def judge(self, session: Session, optimizer: Optimizer) -> Trouble | None:

@@ -1,5 +1,5 @@
 """Checks a training against a contract: a file that says which op runs in which precision, and which losses, norms and
-outputs the training had. Each number has a band: by how much a later run may differ.
+outputs the training had. A promised number has a band: by how much a later run may differ.
 
 Importing this does not import torch.
 """

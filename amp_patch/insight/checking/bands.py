@@ -145,7 +145,10 @@ class Variants:
         return round_number(band, 2) if band <= WIDEST else None
 
     def make_curve(self, name: str) -> StepsRecord:
-        """Return a number of each step, with its bands. `name` is one of `CURVES`."""
+        """Return the value of a number in each step, with its band, which is None if the value is not promised.
+
+        `name` is one of `CURVES`.
+        """
         base = get_curve(self._base, name)
         variants = [get_curve(run, name) for run in self._variants]
         magnitudes = sorted(abs(value) for value in base if math.isfinite(value))
@@ -156,7 +159,7 @@ class Variants:
             for variant in variants:
                 difference = _subtract(variant[step], value) if step < len(variant) else math.inf
                 largest_difference = max(largest_difference, difference)
-            # a loss that happens to be near zero has the noise of the other losses, so its size is at least the median
+            # a number that happens to be near zero is as noisy as the others, so its size counts as at least the median
             size = max(abs(value), median)
             floor = 0.0 if name in EXACT else self._floor * size
             band = SAFETY * largest_difference + floor
@@ -176,7 +179,7 @@ def _subtract(value: float, base: float) -> float:
 
 
 def get_curve(run: Measured, name: str) -> Sequence[float]:
-    """Return a number of each step of a run. `name` is one of `CURVES`."""
+    """Return a number of each step of a run; empty if it was not recorded. `name` is one of `CURVES`."""
     if name == "gradient norm":
         return run.norms.gradients
     if name == "update norm":

@@ -60,7 +60,7 @@ class ContractOp:
     Attributes:
         module, op, site: the innermost module that ran, the name that was called, and the line of the script.
         given, out: dtypes of the tensors among the arguments, and in the result.
-        rule: the rule that decided; "" if none did.
+        rule: the rule that decided in which dtype the op runs; "" if none did.
         entry: the entry of the op list with the rule, as `file.yaml:line`; "" if no entry decided.
         calls: the number of calls.
         constants: numbers and words among the arguments, as in `OpRecord`.
@@ -83,13 +83,15 @@ class ContractOp:
 
 @dataclass(frozen=True, slots=True)
 class HardwareRecord:
-    """The hardware on which the numbers in the records after this one were measured.
+    """The hardware on which the numbers in the records from this one to the next `HardwareRecord` were measured.
 
     Attributes:
         name: the kind of the hardware, for example "x86_64 AVX512 avx512_bf16".
-        threads: the number of threads of the run whose numbers are promised. The bands come from more runs.
-        kept: of the 16-bit tensors that lose changes by rounding, the share of elements whose change is stored; None if
-            no tensor loses any, or if the run that measures it failed.
+        threads: the number of threads of the run whose numbers are promised. The bands also come from runs with another
+            number of threads.
+        kept: the share of elements whose change survives the rounding to 16 bits: of the weights, if these lose
+            changes, else of the other tensors that lose most. None if no tensor loses any, or if the run that measures
+            it failed.
         kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
         problem: why no number is promised; "" if numbers are promised.
     """
@@ -114,9 +116,9 @@ class ModuleRecord:
         dtype: the dtype of the output.
         error: the relative error (L2) of the output against a run in float32; None if it was not measured, or is not
             finite.
-        weights: the norm of the parameters in the first call with gradients; None if an optimizer began a step for them
-            before this call.
-        output: the norm of the output of the first call with gradients.
+        weights: the norm of the parameters in the first call with gradients enabled; None if an optimizer began a step
+            for them before this call.
+        output: the norm of the output of this call.
         gradient, update: the norms of the gradients, and of the changes of the parameters, in the first step with
             finite gradients.
         last_gradient, last_update: the same norms in the last step.
@@ -186,7 +188,7 @@ class Numbers:
     curves: list[StepsRecord]
 
     def curve(self, name: str) -> StepsRecord | None:
-        """Return the numbers of each step with a name such as "loss", or None if there are none."""
+        """Return the record of the curve with a name such as "loss", or None if there is none."""
         return next((curve for curve in self.curves if curve.name == name), None)
 
 
@@ -218,7 +220,7 @@ class Contract:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Contract":
-        """Read a file that `write` wrote. Raises RecordError, with the reason, for any other file."""
+        """Read a file that `write` wrote. Raises RecordError, with the reason, for a file that is no valid contract."""
         lines = read_array(Path(path), _KINDS, "a contract")
         if not lines or not isinstance(lines[0], ContractRecord):
             raise RecordError(f"{path}: its first record is not of kind 'contract': this is not a contract")

@@ -101,7 +101,9 @@ def _compare_contracts(old: Contract, new: Contract) -> Iterator[str]:
 
 
 def _compare_comparisons(old: Summary, new: Summary) -> Iterator[str]:
-    """Yield a line for each final loss, failure or error of a layer that differs in two results of `compare`."""
+    """Yield a line for each final loss, failure or error of a layer that differs in two results of `compare`, and for
+    each run that only one of them has.
+    """
     noise = max(old.noise or 0.0, new.noise or 0.0)
     new_rows = {row.name: row for row in new.rows()}
     for before in old.rows():

@@ -71,9 +71,9 @@ class Measurer:
         return _read(recording)
 
     def find_lost_updates(self) -> ComparedRecord:
-        """Make a run that measures how much of each change of a 16-bit tensor survives the rounding to 16 bits.
+        """Make a run that measures how many changes of 16-bit tensors are lost by rounding.
 
-        Return the record with the shares that survive: `kept` and `kept_worst`.
+        Return the record with the share that survives, `kept`, and what loses most, `kept_worst`.
         """
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
@@ -178,7 +178,7 @@ def _read(recording: Recording) -> Measured:
 
 
 def _promise_ops(base: Measured, variants: Iterable[Measured]) -> list[ContractOp]:
-    """Return the ops of `base`. `is_promised` is True for an op whose calls are the same in all variants."""
+    """Return the ops of `base`. `is_promised` is False if a variant differs in the calls of this op in this module."""
     differing: set[tuple[str, str]] = set()  # module and name of the op
     for variant in variants:
         differences = find_differences(base.ops, variant.ops)

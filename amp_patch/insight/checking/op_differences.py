@@ -28,7 +28,7 @@ from their constants.
 class Moved(NamedTuple):
     """Calls of an op in the first run, and the corresponding calls in the second.
 
-    In `OpDifferences.moved`, the two have other dtypes or another rule. In `OpDifferences.changed`, they have other
+    In `OpDifferences.moved`, the two differ in their dtypes or rules. In `OpDifferences.changed`, they differ in their
     constants (numbers and words among the arguments), and the `constants` of each are only those that the other lacks.
     """
 
@@ -242,7 +242,8 @@ def _compare(
 def _compare_op(
     old: list[_Call], new: list[_Call], differences: OpDifferences, *, is_only_line: bool
 ) -> tuple[list[_Call], list[_Call]]:
-    """Compare the calls of one op in two runs, and return the calls without a partner.
+    """Compare the calls of one op in two runs, and return the calls without a partner. Add pairs that differ to
+    `differences`.
 
     Partners are sought in this order:
 
@@ -250,7 +251,8 @@ def _compare_op(
     2. calls on the same line;
     3. equal calls on any line;
     4. calls between the same two anchors (see `match_lines`), if both runs have equally many there;
-    5. the remaining calls, if each run has the op on a single line (`is_only_line`), or if a line is not known.
+    5. the remaining calls, if each run has the op on a single line of a module (`is_only_line`), or if a line is not
+       known.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
     if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):
@@ -305,7 +307,7 @@ def _pair(
     old: Sequence[_Call], new: Sequence[_Call], key: Callable[[_Call], object]
 ) -> tuple[list[Moved], list[_Call], list[_Call]]:
     """Pair calls with the same key, in order. Return the pairs, and the calls without a partner of each run."""
-    left = [call.op.calls for call in new]  # the calls that have no partner yet
+    left = [call.op.calls for call in new]  # for each item of `new`, how many of its calls have no partner yet
     places: dict[object, list[int]] = {}
     for place, call in enumerate(new):
         places.setdefault(key(call), []).append(place)

@@ -30,8 +30,8 @@ _Owner = int | str
 class ContractProbe(CurveProbe):
     """Records the losses, the ops of the second step, and numbers of modules, optimizers and steps.
 
-    Waits for the device at each layer in its first call with gradients, and in each step at each gradient and each
-    update of a parameter.
+    Waits for the device at each layer in its first call with gradients enabled, and in each step at each gradient and
+    each update of a parameter.
 
     Args:
         steps: the number of steps.
@@ -160,8 +160,8 @@ class _ModuleNumbers:
             self._handle = None
 
     def _take_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A global forward hook: measure the output of a layer in its first call with gradients. Measure its weights,
-        too, unless an optimizer may have changed them.
+        """A global forward hook: measure the output of a layer in its first call with gradients enabled. Measure its
+        weights, too, unless an optimizer may have changed them.
         """
         owner = id(module)
         if owner not in self._names or owner in self._types or not torch.is_grad_enabled() or not is_layer(module):
@@ -217,9 +217,8 @@ class _ModuleNumbers:
         return math.sqrt(sum(sums_of_squares.values()))
 
     def _find_owners(self, parameters: Sequence[Tensor]) -> list[_Owner]:
-        """Return the id of the module that owns each parameter or its master.
-
-        A parameter outside of the models has a text with its shape instead.
+        """Return the owner of each parameter: the id of the module that has the parameter or, for a float32 master, its
+        weight. For a parameter outside of the models, the owner is a text with its shape.
         """
         session = current.require()
         layers = name_layers(session)
@@ -234,7 +233,9 @@ class _ModuleNumbers:
         return [owners.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}") for parameter in parameters]
 
     def records(self) -> Iterable[ModuleNumbersRecord]:
-        """Yield a record for each module, in the order of first calls. Of several with one name, only the first."""
+        """Yield a record for each owner (see `_find_owners`), in the order of first calls; those without a call last.
+        Of several owners with one name, yield only the first.
+        """
         names: set[str] = set()
         for owner in dict.fromkeys([*self._types, *self._last_updates]):
             name = owner if isinstance(owner, str) else self._names[owner][1]
@@ -264,7 +265,7 @@ def _describe_settings(number: int, optimizer: Optimizer) -> Iterable[OptimizerR
     for place, group in enumerate(optimizer.param_groups):
         settings = []
         for name, value in group.items():
-            if isinstance(value, Tensor) and value.numel() == 1:  # a capturable learning rate
+            if isinstance(value, Tensor) and value.numel() == 1:  # such as the learning rate of a capturable optimizer
                 value = value.item()
             if name != "params" and _is_setting(value):
                 settings.append(f"{name}={value!r}")

@@ -20,7 +20,7 @@ class Upgrade:
         self._before, self._after, self._device = before, after, device
 
     def describe(self, op: ContractOp) -> str:
-        """Return a text to add to the report on an op, in brackets; "" if both versions are the same.
+        """Return a text in parentheses to add to the report on an op; "" if both versions are the same.
 
         The text names the change of torch's autocast that explains the precision of the op. If there is none, the text
         only names the two versions. Imports torch, unless both versions are the same.

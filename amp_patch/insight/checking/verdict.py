@@ -79,7 +79,7 @@ class Verdict:
 def judge(contract: Contract, now: Contract) -> Verdict:
     """Return which promises of a contract are broken in `now`, a later run of the training on one kind of hardware.
 
-    Ops and optimizers are judged on any hardware. Numbers are judged only if the contract has bands for this kind.
+    Ops and optimizers are judged on any hardware. Numbers are judged only if the contract promises some for this kind.
     """
     verdict = Verdict()
     ops = contract.ops, now.ops
@@ -198,7 +198,8 @@ def list_constants(op: ContractOp) -> str:
 
 
 def _report_other_ops(verdict: Verdict, result: str, *, is_break: bool) -> None:
-    """Add the ops that only one run has to a verdict: as a note, or as a broken promise before its effects.
+    """Add the ops that only one run has, except casts, to a verdict: as a note, or as a broken promise before its
+    effects.
 
     These ops are a broken promise in three cases: `is_break` is True, a number is out of its band, or an op got
     arguments in other dtypes. In the last two cases, they may be the cause.
@@ -247,8 +248,8 @@ _KINDS_OF_NUMBERS = ("start", "output", "gradient", "update", "lost", "skipped",
 
 
 def judge_optimizers(contract: Contract, now: Contract) -> Iterator[Break]:
-    """Yield a broken promise for each parameter group that is missing or new or whose optimizer has another class, and
-    for each setting that has another value in the two runs.
+    """Yield a broken promise for each parameter group that only one run has, or whose optimizer has another class now.
+    For the other groups, yield one for each setting whose value has changed.
     """
     before = {(record.number, record.group): record for record in contract.optimizers}
     after = {(record.number, record.group): record for record in now.optimizers}
@@ -310,8 +311,8 @@ def _judge_numbers(
     yield from _judge_length(promised, now)
     curves = [curve for curve in promised.curves if curve is not scale or starts_equal]
     first_breaks = [(_find_break(curve, now.curve(curve.name)), curve) for curve in curves]
-    # the earliest first; in one step, the order of the curves, in which causes come first
-    # with several optimizers, norms have more values than losses
+    # The earliest first; in one step, the order of the curves, in which causes come first. With several optimizers,
+    # norms have more values than losses, so a step is compared by its place in the curve, from 0 to 1.
     broken = [(step / len(curve.values), curve) for step, curve in first_breaks if step is not None]
     for _, curve in sorted(broken, key=lambda pair: pair[0]):
         yield from _judge_curve(curve, now.curve(curve.name))
@@ -328,7 +329,10 @@ def _name_module(module: ModuleRecord) -> str:
 
 
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
-    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module, or None."""
+    """Return the relative difference of the "weights", "output", "gradient" or "update" of a module.
+
+    None if `old` has no "update" or, for the others, if neither `old` nor `new` has a sketch.
+    """
     if name == "update":
         return compare_norms(old.update, new.update)
     return compare_sketches(unpack(getattr(old, f"of_{name}")), unpack(getattr(new, f"of_{name}")))
@@ -371,7 +375,10 @@ def _match_modules(old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]) -> 
 
 
 def _has_equal_numbers(old: ModuleRecord, new: ModuleRecord) -> bool:
-    """Return whether the weights and the first output are within their bands. False if neither has a band."""
+    """Return whether the weights and the first output are within their bands. One without a band is not compared.
+
+    False if neither is compared.
+    """
     compared = [(_compare_number(old, new, name), getattr(old, f"{name}_band")) for name in ("weights", "output")]
     judged = [(difference, band) for difference, band in compared if difference is not None and band is not None]
     return bool(judged) and all(difference <= band for difference, band in judged)
@@ -382,7 +389,7 @@ def _is_comparable(
 ) -> bool:
     """Return whether it makes sense to compare the numbers of a module in two runs, with the ops of both.
 
-    It makes none if the module has no weights, such as an activation, and its ops differ: the script may call it at
+    It makes no sense if the module has no weights, such as an activation, and its ops differ: the script may call it at
     other places now, so its first calls in the two runs may not correspond.
     """
     return bool(old.of_weights) or _count_ops(old.module, before) == _count_ops(new.module, after)

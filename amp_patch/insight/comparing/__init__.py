@@ -24,16 +24,16 @@ def compare(
     """Train in several ways, for `steps` steps from each seed, and compare the runs with one of them, the reference.
 
     `train` is called many times: once for each run and seed, and once for each run to measure layers, memory and
-    updates. The reference is called once more for each seed to measure noise, and once more to measure what it has
-    learned. Files that `train` writes are overwritten each time.
+    updates. For the reference, it is called once more for each seed to measure noise, and once more to measure what
+    the reference has learned. Files that `train` writes are overwritten each time.
 
     Args:
         train: a function without arguments. It creates its model and data, calls `amp.initialize` or enters
             `torch.autocast`, and trains. It is stopped after `steps` steps.
         runs: a level for each run, or "as-is" for the settings of `train` itself. Op lists may follow:
             "O4+my_lists.yaml". None chooses by what `train` does: O0, O1, O2, O4 and O5 if it calls `amp.initialize`;
-            as-is, O0, O1 and O4 if it enters torch.autocast; O0 and "script" (`train` unchanged) if it makes its
-            weights 16-bit itself.
+            as-is, O0, O1 and O4 if it enters torch.autocast (no O1 if it uses bfloat16 without a GradScaler); O0 and
+            "script" (`train` unchanged) if it makes its weights 16-bit itself.
         steps: the number of steps of a run.
         seeds: the number of seeds: 0, 1, ... If the first two give the reference the same losses, no more are used.
         reference: one of the runs, or a further one; O0 by default.

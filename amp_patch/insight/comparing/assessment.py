@@ -239,7 +239,10 @@ class Assessment:
         return abs(self._difference) <= 2 * self.row.spread / math.sqrt(seeds)
 
     def is_faster(self) -> bool | None:
-        """Return whether the run is faster than the reference. None if times are not judged: see `of_time`."""
+        """Return whether the run is faster than the reference, by more than the noise of times.
+
+        None if times are not judged: see `of_time`.
+        """
         factor = self.row.factor
         if self._is_all_skipped or factor is None or self.row.steps < TIMED_STEPS:
             return None

@@ -169,7 +169,7 @@ class Campaign:
     A run at O0 gets float32 where the training asks for 16 bits. A reference that cannot run in float32 keeps 16 bits,
     and is called "script".
 
-    No further runs are made in three cases: two seeds give the reference the same losses; the reference fails in
+    No further runs are made in three cases: the first two seeds give the reference equal losses; the reference fails in
     float32, and its error says nothing of dtypes; two runs fail for the same reason, and none has come to its end.
     """
 
@@ -197,7 +197,7 @@ class Campaign:
     def run(self) -> None:
         """Make the runs of the plan. A run that fails is noted; an interrupt propagates.
 
-        Raises RunFailedError if the reference fails in float32, unless `may_depend_on_dtype` is True of its exception.
+        Raises RunFailedError (see `_stop_at`) if the reference fails in float32 for a reason other than dtypes.
         """
         seeds = self._plan.seeds
         failed = self._train_reference(seeds[0])

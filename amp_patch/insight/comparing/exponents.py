@@ -65,7 +65,8 @@ def count(tensors: "Iterable[Tensor]") -> GradientRecord:
             zeros += finite.numel() - positive.numel()
             if positive.device.type == "mps":
                 positive = positive.cpu()  # MPS has no frexp in torch 2.13
-            # frexp returns mantissas from 0.5 up to 1, half the factors in the docstring above, so exponents are e + 1
+            # frexp returns mantissas from 0.5 up to 1, half the factors of 2**e in the docstring of this module, so its
+            # exponents are e + 1
             mantissa, exponent = torch.frexp(positive)
             class_of_value = (mantissa > 0.5).int() + (mantissa >= 1 - 2**-9).int() + (mantissa >= 1 - 2**-12).int()
             places = (exponent - 1 - _LOWEST) * CLASSES + class_of_value

@@ -78,7 +78,9 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of plain CPU tensors that were not counted before."""
+        """Subtract the storages that were freed since the last call, and add those of plain CPU tensors that were not
+        counted before.
+        """
         while self._freed:
             key, size = self._sizes.pop(self._freed.pop())
             del self._known[key]
@@ -105,7 +107,7 @@ def _state_of(session: Session) -> Iterator[Tensor]:
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     for weight in itertools.chain(*models, *stepped):
         yield weight
-        # a closed split master would make a float32 gradient, and is no plain tensor
+        # a closed split master (see `split_masters`) is no plain tensor: reading its `grad` would make a float32 one
         if type(weight) in PLAIN_CLASSES and weight.is_leaf and weight.grad is not None:
             yield weight.grad
     yield from session.bindings.masters.find_stored()

@@ -68,7 +68,7 @@ class LowOps:
             watch.is_busy = False
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op that has run in 16 bits, by module and line of the script."""
+        """Yield a record for each op that has run in 16 bits, in each module and at each line of the script."""
         yield from self._low_ops.values()
 
     def _here(self) -> str:
@@ -117,7 +117,7 @@ class OpErrors(LowOps):
             shadow.end_step()
 
     def records(self) -> Iterator[OpErrorRecord]:
-        """Yield a record for each op and 16-bit dtype, by module and line of the script.
+        """Yield a record for each op and 16-bit dtype, in each module and at each line of the script.
 
         The error is the larger one of the forward and the backward pass. An overflow is an error of inf.
         """

@@ -101,7 +101,9 @@ class CurveProbe(Probe):
             self._first_weights.keep(optimizer)
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """Record the step."""
+        """Put the weights back (`is_frozen`) or move them (`is_noise`). Record the step, if it counts; after the last,
+        end.
+        """
         if self._first_weights is not None:
             self._first_weights.put_back(optimizer)
         if self._is_noise:
@@ -247,12 +249,12 @@ class LayerProbe(Probe):
     that 16 bits would add to each op.
 
     A layer is a module that has weights of its own, or no submodules. Its samples are values of its input and output,
-    in its first call with gradients, and of the unscaled gradients of its weights. The gradients are also counted by
-    magnitude.
+    in its first call with gradients enabled, and of the unscaled gradients of its weights. The gradients are also
+    counted by magnitude.
 
     Args:
         loss_scale: the loss scale to start a dynamic scale with, since 2**16 may overflow; None for the session's own.
-        has_errors: whether to measure the error that each op would add in 16 bits. Needs a run in float32.
+        has_errors: whether to measure the error that 16 bits would add to each op whose result is float32.
         on_end: called after the last step.
     """
 
@@ -302,7 +304,7 @@ class LayerProbe(Probe):
         self._take(module, output, self._outputs)
 
     def _take(self, module: nn.Module, value: Any, samples: dict[str, tuple[float, ...]]) -> None:
-        """Sample the first floating tensor in the input or output of a layer, in its first call with gradients."""
+        """Sample the first floating tensor in the input or output of a layer, in its first call with grad enabled."""
         _, name = self._names.get(id(module), (module, None))
         if name is None or name in samples or not torch.is_grad_enabled() or not is_layer(module):
             return
@@ -313,7 +315,7 @@ class LayerProbe(Probe):
                 samples[name] = _sample(tensor)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients before the first step. While updates are followed, tell `QuietWatch` of each step."""
+        """Sample the gradients before the first step. While updates are followed, tell `UpdateWatch` of each step."""
         if self._count > 1 and self._updates is not None:
             self._updates.updates.begin_step(optimizer)
         if self._count or self._gradients:
@@ -410,7 +412,7 @@ class LayerProbe(Probe):
 def name_layers(session: Session) -> dict[int, tuple[nn.Module, str]]:
     """Return each module of the models with its qualified name, by the id of the module.
 
-    A model itself has no qualified name, so it is called after its class: "(Net)".
+    A single model itself has no qualified name, so it is called after its class: "(Net)".
     """
     return {
         module_id: (module, name or f"({type(module).__name__})")
