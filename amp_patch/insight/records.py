@@ -171,13 +171,12 @@ class ComparedRecord:
         gradient_error: the largest relative error (L2) of a layer's gradients in the step in which layers are measured;
             None if not compared. Layers with small gradients do not count.
         gradient_worst: the name of the layer with this error; "" if not compared.
-        kept: the share of elements whose change is stored, in the 16-bit tensors whose updates rounding loses; None if
-            there are none, or if not measured.
-        kept_worst: the name of the tensor that loses most, or its line; "" if there is none.
-        lost_by: what loses most: "weights", "sum" (a sum within one call), "tensor" (another tensor with a name),
-            "line" (a tensor without a name); "" if there is none.
-        update_error: the relative error (L2) of the changes of these tensors, or of the sum; None if there are none, or
-            if not measured.
+        kept: the share of elements whose change survives the rounding to 16 bits: of the weights, if these lose
+            changes, else of the other tensors that lose most. None if no tensor loses any, or if not measured.
+        kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
+        lost_by: what loses these changes: "weights", "sum" (a sum within one call), "tensor" (another tensor with a name),
+            "line" (a tensor without a name); "" if no tensor loses any, or if not measured.
+        update_error: the relative error (L2) of these changes, or of the sum; None if not measured.
         failed: why the run ended early, or that it did not run; "" if it came to its end.
     """
 
