@@ -174,8 +174,8 @@ class ComparedRecord:
         kept: the share of elements whose change survives the rounding to 16 bits: of the weights, if these lose
             changes, else of the other tensors that lose most. None if no tensor loses any, or if not measured.
         kept_worst: the name of the tensor that loses most, or the line of the script that changes it; "" if none does.
-        lost_by: what loses these changes: "weights", "sum" (a sum within one call), "tensor" (another tensor with a name),
-            "line" (a tensor without a name); "" if no tensor loses any, or if not measured.
+        lost_by: what loses these changes: "weights", "sum" (a sum within one call), "tensor" (another tensor with a
+            name), "line" (a tensor without a name); "" if no tensor loses any, or if not measured.
         update_error: the relative error (L2) of these changes, or of the sum; None if not measured.
         failed: why the run ended early, or that it did not run; "" if it came to its end.
     """
