@@ -26,9 +26,12 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNumbersRecord:
-    """Numbers of a module that has parameters of its own, or no submodules, or of parameters outside of the models.
+    """Numbers of a module, or of the parameters outside of the models.
 
-    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with random signs, the same in each run.
+    Only modules with parameters of their own, or without submodules, have a record.
+
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of their elements with random signs. The signs are the
+    same in each run.
     The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 

@@ -65,14 +65,14 @@ class Scene:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The low dtype of the run; None without one."""
+        """The 16-bit dtype of the run; None without one."""
         with contextlib.suppress(Exception):  # a script without autocast has none
             return self.session.low_here()
         return None
 
     @property
     def low_name(self) -> str:
-        """The name of the shipped list for the low dtype of the run; "float16" without one."""
+        """The name of the shipped list for the 16-bit dtype of the run; "float16" without such a dtype."""
         return "bfloat16" if self.low is torch.bfloat16 else "float16"
 
 

@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
     Attributes:
         name: how the script writes it, else the name of the weight or of the argument.
-        dtype: its dtype, as "bf16".
+        dtype: the short name of its dtype, such as "bf16".
         origin: an `OperandOrigin`.
         made_by: the op that gave it this dtype; for a weight, its name; for an input, its variable; "" if unknown.
         module, site: the module and the line of that op. For an input, `site` is the line that the function with the
@@ -61,8 +61,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedRecord:
-    """An exception that has ended the script or a recorded function, or the exception because of which that one was
-    raised.
+    """An exception that has ended the script or a recorded function, or an earlier exception that led to that one.
 
     Attributes:
         error: the class of the exception.
