@@ -140,10 +140,10 @@ class FaultFinder:
         return copied
 
     def look(self, op: Op, call: OpCall | None, number: int | None) -> None:
-        """Look at the results of an op.
+        """Look at the results of an op, and add their faults.
 
-        `call` is the call that the op is part of; None for an op of amp. `number` is the number of the autograd node
-        that the op made; None if none is known.
+        `call` is the call that the op is part of; None for an op of amp_patch itself. `number` is the number of the
+        autograd node that the op made; None if none is known.
         """
         overload = op.overload
         node, is_of_user, forward = "", False, None
@@ -186,7 +186,7 @@ class FaultFinder:
             self._look_for_quiet(op, call, outputs, made)
 
     def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op for quiet losses: values that are lost, and stay finite."""
+        """Look at an op for quiet losses: values that 16 bits make wrong, but not inf or NaN."""
         with current.without_casts():
             if call.phase == "forward":
                 self.values.look(op, call, made)
@@ -465,7 +465,7 @@ class FaultFinder:
 
 
 def _is_from_op(source: Written | None) -> bool:
-    """Return whether an op that was seen wrote a value that does not fit. `source` is the record of the value."""
+    """Return whether an op that was seen wrote a value that does not fit. `source` is the record of the value, or None."""
     return source is not None and not math.isfinite(source.largest)
 
 

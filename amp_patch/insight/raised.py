@@ -284,7 +284,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if trials is None:
         return None
     forward = call.forward
-    if call.is_check and levels.caller is not None:  # the operands usually come from the caller, whose line to edit
+    if call.is_check and levels.caller is not None:  # the operands usually come from the caller, so its line is edited
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
     if forward is not None:

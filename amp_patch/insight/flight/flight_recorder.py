@@ -39,10 +39,10 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    The recorder changes no number of the training. A step that is not sampled costs at most two hooks of the optimizer.
-    A sampled step has a forward hook on each module, and takes about two kernel launches for each output and each
-    gradient. The host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
-    `amp.initialize` and without mixed precision.
+    The recorder changes no number of the training. A step that is not sampled costs at most two hooks of the optimizer,
+    and a function around `GradScaler.step`. A sampled step has a forward hook on each module, and takes about two
+    kernel launches for each output and each gradient. The host does not wait for these kernels, except on MPS. The
+    recorder works under `torch.autocast`, under `amp.initialize` and without mixed precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
     recorded without the loss scale of `amp.initialize` or a GradScaler. If the script scales the loss itself, they are

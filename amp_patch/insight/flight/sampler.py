@@ -52,7 +52,7 @@ class _Row:
     """What a row of the sheets measures.
 
     `owner` is the module, held weakly; for a gradient, the module that has the parameter. (`torch.utils.swap_tensors`
-    refuses a parameter that is itself held weakly.) None for a value or a loss scale.
+    refuses a parameter to which a weak reference exists.) None for a value or a loss scale.
     """
 
     subject: FlightKind

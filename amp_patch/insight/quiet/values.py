@@ -28,7 +28,8 @@ from ..written import Culprit, Written
 from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""The most elements of a root that is followed, and of all results together of an op through which values are followed.
+"""The most elements of a root that is followed. The most elements that all results of one op on followed values have
+together; results of larger ops are not followed.
 """
 
 DISTINCT = 0.75
@@ -55,7 +56,9 @@ _ROUNDING = 0.2
 """The relative rounding error of a 16-bit value (root mean square) is about this times `torch.finfo(dtype).eps`."""
 
 _NEAR = 4.0
-"""A difference is examined only if it is this many times smaller than its operands, or if their size is unknown."""
+"""A difference is examined only if it is at least this many times smaller than its operands, or if their size is not
+known.
+"""
 
 _MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
 """Ops whose 16-bit results are followed: ranges and running sums."""
