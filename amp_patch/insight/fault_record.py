@@ -41,11 +41,11 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """The kind of a region: code in which the op lists do not decide which ops are cast."""
+    """The kind of a region: code in which not all ops are cast as the op lists say."""
 
-    LOW = "low"
-    FLOAT32 = "float32"
-    OFF = "off"
+    LOW = "low"  # whitelisted and blacklisted ops run in 16 bits
+    FLOAT32 = "float32"  # whitelisted and blacklisted ops run in float32
+    OFF = "off"  # no op is cast
     # the backward ops of torch.autograd.grad, called in the forward pass, where torch.autocast casts them
     GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"
 

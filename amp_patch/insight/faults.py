@@ -465,7 +465,7 @@ class FaultFinder:
 
 
 def _is_from_op(source: Written | None) -> bool:
-    """Return whether an op that was seen wrote a value that does not fit. `source` is the record of the value, or None."""
+    """Return whether a value that does not fit was written by an op that was seen. `source`: its record, or None."""
     return source is not None and not math.isfinite(source.largest)
 
 

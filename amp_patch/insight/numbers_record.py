@@ -26,7 +26,7 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNumbersRecord:
-    """Numbers of a module, or of the parameters outside of the models.
+    """Numbers of a module, or of the parameters of one shape outside of the models.
 
     Only modules with parameters of their own, or without submodules, have a record.
 
@@ -36,8 +36,9 @@ class ModuleNumbersRecord:
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
-        module, type: the qualified name, and the name of the class; "" as the class for parameters outside of models,
-            and if no call with gradients enabled was seen.
+        module: the qualified name of the module. For parameters outside of the models, a text with their shape.
+        type: the name of the module's class. "" for parameters outside of the models, and for a module of which no call
+            with gradients enabled was seen.
         weights: the sketch of the parameters in the first call with gradients enabled; () if an optimizer had begun a
             step for them before this call.
         output, dtype: the sketch of the first floating tensor in the output of this call, and its dtype.

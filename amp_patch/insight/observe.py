@@ -288,7 +288,7 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if tensor.dtype is not torch.float32 or not tensor.dim():  # makes no 16-bit result float32
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor raises no dtype
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:

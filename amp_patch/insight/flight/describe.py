@@ -1,7 +1,7 @@
 """Describes the samples of a flight recorder in words: magnitudes that have grown, and when they become too large.
 
-Messages say that a dtype ends where its range ends: "float16 ends in about 90 steps" means that the magnitude will then
-be larger than the largest float16. Needs no torch.
+Messages say that a dtype ends where its range ends: "float16 ends in about 90 steps" means that the magnitude will
+then be larger than the largest float16. Needs no torch.
 """
 
 import math

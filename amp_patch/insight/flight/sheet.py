@@ -1,4 +1,4 @@
-"""`Sheet`: measures the tensors of one sampled step on their device. Meanwhile, the host waits only on MPS.
+"""`Sheet`: measures the tensors of one sampled step on their device. This makes the host wait only on MPS.
 
 A tensor usually takes two kernel launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its
 values. With a scale, it usually takes three. A step takes six launches for all tensors together, and one copy to the
@@ -147,7 +147,7 @@ class Sheet:
 
 
 def _spread(values: Tensor) -> Tensor:
-    """Return `VALUES` values at equal distances, or all if there are fewer. The result is a view where one can be."""
+    """Return `VALUES` values at equal distances, or all if there are fewer: a view of `values` if possible."""
     count = values.numel()
     flat = values.as_strided((count,), (1,)) if _is_dense(values) else values.reshape(-1)
     return flat[:: _find_distance(count)][:VALUES]

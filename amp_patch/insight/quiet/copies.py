@@ -90,7 +90,7 @@ class CopyWatch:
             return
         storage = copy.untyped_storage()
         key = id(storage)
-        # Python ignores exceptions in such a callback. One written in Python would lose a Ctrl-C during its call.
+        # Python ignores exceptions in the callback of a weak reference, so a Ctrl-C in a Python function would be lost.
         forget = functools.partial(self._copies.pop, key)
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 

@@ -28,8 +28,8 @@ from ..written import Culprit, Written
 from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""The most elements of a root that is followed. The most elements that all results of one op on followed values have
-together; results of larger ops are not followed.
+"""A root with more elements than `LARGEST_ROOT` is not followed. Neither are the results of an op if they have more
+elements together than `LARGEST_RESULT`.
 """
 
 DISTINCT = 0.75
@@ -97,7 +97,7 @@ class _Root(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A difference that is lost in rounding. It is reported once an op reads it to which the loss does harm.
+    """A difference that is lost in rounding. It is reported once it does harm to an op that reads it.
 
     Attributes:
         place, dtype: the op that computed the difference, and the 16-bit dtype of the rounding.
