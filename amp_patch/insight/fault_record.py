@@ -171,7 +171,8 @@ class FaultRecord:
         rank: the rank of the process.
         origin: the op and its call:
             `module`, `op`, `rule`, `entry`, `region`, `site`: as in `OpRecord`. For an op of the backward pass, they
-            describe the call in the forward pass. `region` may also be "a gradient that the forward pass takes".
+            describe the call in the forward pass. For the cause "step", `op` is the name of the optimizer's class.
+            `region` may also be "a gradient that the forward pass takes".
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
             `given`, `out`: short names of the dtypes of the inputs and of the output, such as "f16".
@@ -205,7 +206,8 @@ class FaultRecord:
             `regions`: the modules to run in float32, as in module rules.
             `ops`: names of the ops to run in float32, as in lists.
             `alternative`: names of ops to run in float32 instead of the modules in `regions`.
-            `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops.
+            `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops, or because
+            they cast a value to 16 bits.
             `lines`: all lines of the script whose ops must run in float32.
             `beyond`: an op whose result does not fit even in float32, so that the other entries are not enough; "" for
             none.
