@@ -192,7 +192,7 @@ def _describe_reach(fault: FaultRecord) -> str:
     if effect.reach is None:
         return "not known: the step did not end"
     if effect.reach is Reach.WEIGHTS:
-        if fault.origin.aten:  # an op in the step of an optimizer that amp does not know
+        if fault.origin.aten:  # an op in the step of an optimizer that amp_patch does not know
             return "the step of an optimizer"
         return f"the weights: {fault.origin.parameter or 'of no model'}"
     if effect.reach is Reach.LOSS:

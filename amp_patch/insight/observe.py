@@ -231,7 +231,7 @@ class Observer:
     def _is_reached(self) -> bool:
         """Return whether lists, or rules for modules, act in this thread now.
 
-        True at a level without casts of ops, where nothing can switch them off.
+        True at an opt_level without casts of ops, where nothing can switch them off.
         """
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 

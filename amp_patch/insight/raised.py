@@ -60,7 +60,7 @@ class Scene:
 
     @property
     def has_lists(self) -> bool:
-        """Whether lists of ops act at this level."""
+        """Whether lists of ops act at the opt_level of the session."""
         return self.session.casts is not None
 
     @property

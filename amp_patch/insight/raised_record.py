@@ -26,7 +26,7 @@ class RaisedCause(Word):
 class OperandOrigin(Word):
     """What gave an operand its dtype."""
 
-    RULE = "rule"  # of a list, a module rule or a level
+    RULE = "rule"  # of a list, a module rule or an opt_level
     CAST = "cast"  # of the script
     OP = "op"  # an op that made it so, such as torch.zeros
     WEIGHT = "weight"  # a parameter, a buffer or a gradient
@@ -46,7 +46,7 @@ class Operand(NamedTuple):
             variable was running.
         rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
             the op took; "" for none.
-        entry: the place of the rule, or the level that cast the model; "" without one.
+        entry: the place of the rule, or the opt_level that cast the model; "" without one.
     """
 
     name: str

@@ -44,7 +44,7 @@ class Growth:
     """How magnitudes have grown.
 
     Attributes:
-        first_step, last_step: the steps of the window.
+        first_step, last_step: the first and the last step of the window: the samples that were fitted.
         start, end: the magnitudes at these steps: medians of the first and last three samples.
         rise: by how much the fit rises in the window, in powers of two.
         pace: powers of two per step, in the last half of the window.

@@ -214,7 +214,7 @@ class UpdateWatch:
         elif not self._may_succeed(overload, args, kwargs):
             return None
         site = find_site()
-        if site.by == "amp":  # amp itself scales gradients and copies masters
+        if site.by == "amp":  # amp_patch itself scales gradients and copies masters
             for tensor in written:
                 self._forget(tensor)
             return None
