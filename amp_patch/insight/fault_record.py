@@ -41,11 +41,11 @@ class Value(Word):
 
 
 class RegionKind(Word):
-    """The kind of a region: code in which the op lists do not decide which ops are cast."""
+    """The kind of a region: code in which not all ops are cast as the op lists say."""
 
-    LOW = "low"
-    FLOAT32 = "float32"
-    OFF = "off"
+    LOW = "low"  # whitelisted and blacklisted ops run in 16 bits
+    FLOAT32 = "float32"  # whitelisted and blacklisted ops run in float32
+    OFF = "off"  # no op is cast
     # the backward ops of torch.autograd.grad, called in the forward pass, where torch.autocast casts them
     GRADIENT_IN_FORWARD = "a gradient that the forward pass takes"
 
@@ -71,12 +71,16 @@ class Reach(Word):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The op that gave the value, its call, and the tensor that holds the value. `FaultRecord` describes the fields.
+    """The op at which the value was found, its call, and the parameter that holds it.
 
-    If a weight does not fit after the step of an optimizer, `op` is the optimizer, and `aten` is None.
+    `FaultRecord` describes the fields.
+
+    `aten` is None in two cases. If a weight does not fit after the step of an optimizer, `op` is the name of the
+    optimizer's class. If a gradient came in (see `came_in`), `op` is None, too.
 
     Attributes:
-        came_in: whether an input of the op held the value already, and trace saw no op that made it. Not stored.
+        came_in: whether the value was in an input of the op, or in a gradient, and trace saw no op that made it. Not
+            stored.
     """
 
     module: str | None = absent("")
@@ -96,7 +100,7 @@ class Origin:
 
     @property
     def is_given_low(self) -> bool:
-        """Whether an input has 16 bits."""
+        """Whether an input has a 16-bit dtype."""
         return not {"f16", "bf16"}.isdisjoint(self.given)
 
 
@@ -151,7 +155,7 @@ class FaultRecord:
     """A value that does not fit into its dtype, with the op at which it was found, its cause, its effect and its fix.
 
     The fields are grouped into parts. Each stored field of a part is also an attribute of the record itself, with the
-    value that a recording stores: `fault.site` is `fault.origin.site`, or "" without a line.
+    value that a recording stores: `fault.site` is `fault.origin.site`, or "" if that is None.
 
     Attributes:
         step: the number of the step, from 0. With several optimizers, the steps of the one that steps first are
@@ -161,18 +165,19 @@ class FaultRecord:
         cause: one of these:
             "precision": float32 holds the result, or makes the gradients fit.
             "mathematics": float32 does not hold the result, or it is not known whether it does.
-            "came in": an input of the op did not fit, and no op that trace saw produced it.
+            "came in": an input of the op, or a gradient, did not fit, and no op that trace saw produced it.
             "step": a weight does not fit after a step of an optimizer.
             "divergence": the loss or the weights have grown without bound, or a result is too large for bfloat16.
         rank: the rank of the process.
         origin: the op and its call:
             `module`, `op`, `rule`, `entry`, `region`, `site`: as in `OpRecord`. For an op of the backward pass, they
-            describe the call in the forward pass. `region` may also be "a gradient that the forward pass takes".
+            describe the call in the forward pass. For the cause "step", `op` is the name of the optimizer's class.
+            `region` may also be "a gradient that the forward pass takes".
             `listed`: the name of the op in the lists; "" for an op on no list.
             `aten`, `node`: the op that torch ran, and its node of the backward pass; "" if unknown.
-            `given`, `out`: dtypes of the inputs and of the output.
-            `share`: the share of values in the output that do not fit, from 0 to 1; NaN if unknown. For "zero", it is
-            the share among the values that are not zero in float32.
+            `given`, `out`: short names of the dtypes of the inputs and of the output, such as "f16".
+            `share`: the share of values in the output, or in the weight, that do not fit, from 0 to 1; NaN if unknown.
+            For "zero": of the values that are not zero in float32, the share that is zero in 16 bits.
             `parameter`: the name of the parameter or buffer that holds the value, or whose gradient does; "" if the
             value is in another tensor.
         evidence: numbers that show the cause:
@@ -182,7 +187,7 @@ class FaultRecord:
             `loss_scale`: the loss scale of the step; 1 for a value of the backward pass that does not carry it, and for
             a value that an optimizer's step produced.
             `trail`: ops before this op, latest first, with the largest magnitude in the result of each.
-            `is_of_rounding`: whether the value fits if these earlier ops run in float32.
+            `is_of_rounding`: whether the value fits if certain earlier ops run in float32. They need not be in `trail`.
             `is_untested`: whether it is not known if float32 holds the result, because torch cannot run the op in
             float32.
             `lost`: a number in the script that became zero in 16 bits, such as an eps, and so caused the value; 0 for
@@ -201,7 +206,8 @@ class FaultRecord:
             `regions`: the modules to run in float32, as in module rules.
             `ops`: names of the ops to run in float32, as in lists.
             `alternative`: names of ops to run in float32 instead of the modules in `regions`.
-            `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops.
+            `sites`: lines of the script to edit, because neither a module rule nor a list reaches their ops, or because
+            they cast a value to 16 bits.
             `lines`: all lines of the script whose ops must run in float32.
             `beyond`: an op whose result does not fit even in float32, so that the other entries are not enough; "" for
             none.
@@ -236,7 +242,7 @@ class FaultRecord:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether an op of the backward pass gave the value."""
+        """Whether the value was found in the backward pass."""
         return self.phase is Phase.BACKWARD
 
     @property

@@ -21,15 +21,15 @@ _SKIPPED = {None: "", True: "; the step was skipped", False: "; the step was tak
 
 
 def format_fault(fault: FaultRecord, run: RunRecord | None) -> str:
-    """Return a fault as text. A suggested list extends the last list of `run`; without the run, the shipped list."""
+    """Return a fault as text. A list that it suggests extends the last list of `run`, or else a shipped list."""
     rows = [(f"  {name}", text) for name, text in describe_fault(fault, run)]
     return "\n".join([entitle_fault(fault), *align(rows)])
 
 
 def format_traced(recording: Recording) -> str:
-    """Return the steps of an armed run that went wrong, then the report of the run.
+    """Return as text the steps of a run that went wrong (its `TroubleRecord`s), then the report of `format_faults`.
 
-    After such steps, the report does not say that there was no fault.
+    If steps went wrong and the run has no faults, the part about faults is left out: it would say that all is well.
     """
     troubles = [format_trouble(trouble, (), ()) for trouble in recording.troubles]
     if troubles and not recording.faults:
@@ -38,9 +38,10 @@ def format_traced(recording: Recording) -> str:
 
 
 def format_faults(recording: Recording) -> str:
-    """Return the report of a traced run: its first fault in full and the next few in short, or how many steps had none.
+    """Return the report of a traced run: its first fault in full, and the next few in short.
 
-    Quiet losses, exceptions and misuses follow.
+    Without faults, it counts the steps that were skipped while a dynamic loss scale came down, and the steps in which
+    every value fits. Quiet losses, exceptions and misuses follow.
     """
     faults, searches, others = recording.faults, recording.searches, _format_others(recording)
     if faults:
@@ -121,7 +122,10 @@ def describe_briefly(fault: FaultRecord) -> str:
 
 
 def entitle_fault(fault: FaultRecord) -> str:
-    """Return the first line of a fault: its step and phase, and whether its first value is lost or does not fit."""
+    """Return the first line of a fault: step, phase, and whether a value was lost to zero or does not fit.
+
+    It begins with the rank, unless this is 0.
+    """
     sight = "first value lost to zero" if fault.value is Value.ZERO else "first value that does not fit"
     title = f"step {fault.step}, {fault.phase}: {sight}"
     if fault.rank:
@@ -188,7 +192,7 @@ def _describe_reach(fault: FaultRecord) -> str:
     if effect.reach is None:
         return "not known: the step did not end"
     if effect.reach is Reach.WEIGHTS:
-        if fault.origin.aten:  # an op in the step of an optimizer that amp does not know
+        if fault.origin.aten:  # an op in the step of an optimizer that amp_patch does not know
             return "the step of an optimizer"
         return f"the weights: {fault.origin.parameter or 'of no model'}"
     if effect.reach is Reach.LOSS:

@@ -4,7 +4,7 @@ A value fits if it is finite. If the result of an op does not fit, its inputs ar
 
 * If they fit, the op itself made the inf or NaN. This is a *fault*. As evidence, the op is computed again in float32.
 * If an input does not fit, and an earlier fault explains it, the op only passes the value on. That adds no fault.
-* If no op that was seen made the input, the input itself is the fault.
+* If no op that was seen made the input, the input itself is the fault, unless it may be a mask with -inf.
 
 From a fault on, `Repair` computes the values that depend on it as if float32 had been used. With `underflow`, a result
 in which 16 bits have made many zeros is a fault, too.
@@ -71,7 +71,7 @@ class _Output(NamedTuple):
 
 
 class FaultFinder:
-    """Looks at the ops, in order. It reads values on the host, so on a GPU the host waits for nearly each op.
+    """Looks at the ops of a step, in order. It reads values on the host, so on a GPU the host waits for nearly each op.
 
     Args:
         underflow: the largest share (0 to 1) of a result that may become zero in 16 bits without a fault. Values that
@@ -140,10 +140,10 @@ class FaultFinder:
         return copied
 
     def look(self, op: Op, call: OpCall | None, number: int | None) -> None:
-        """Look at the results of an op.
+        """Look at the results of an op, and add their faults.
 
-        `call` is the call that the op is part of; None for an op of amp. `number` is the number of the autograd node
-        that the op made; None if none is known.
+        `call` is the call that the op is part of; None for an op of amp_patch itself. `number` is the number of the
+        autograd node that the op made; None if none is known.
         """
         overload = op.overload
         node, is_of_user, forward = "", False, None
@@ -186,7 +186,7 @@ class FaultFinder:
             self._look_for_quiet(op, call, outputs, made)
 
     def _look_for_quiet(self, op: Op, call: OpCall, outputs: Sequence[Tensor], made: Sequence[Written]) -> None:
-        """Look at an op for quiet losses: values that are lost, and stay finite."""
+        """Look at an op for quiet losses: values that 16 bits make wrong, but not inf or NaN."""
         with current.without_casts():
             if call.phase == "forward":
                 self.values.look(op, call, made)
@@ -208,7 +208,9 @@ class FaultFinder:
                 self._add_and_note(known, known.mask_fault)
 
     def _describe(self, op: Op, output: Tensor, node: str, parents: Sequence[Written], call: OpCall | None) -> Written:
-        """Return the record of an output. For a 16-bit output in the forward pass of a module, also update `peaks`."""
+        """Return the record of an output. Outside of the backward pass, add it to `repair.made`. For a 16-bit output in
+        the forward pass of a module, update `peaks`.
+        """
         written = Written(op.overload.name, node, read_largest(output), parents)
         written.size = output.untyped_storage().nbytes()
         if call is None or call.phase == "backward":
@@ -463,7 +465,7 @@ class FaultFinder:
 
 
 def _is_from_op(source: Written | None) -> bool:
-    """Return whether an op that was seen wrote a value that does not fit. `source`: the record of its storage."""
+    """Return whether a value that does not fit was written by an op that was seen. `source`: its record, or None."""
     return source is not None and not math.isfinite(source.largest)
 
 

@@ -21,18 +21,18 @@ from ..terminal import make_printable
 R = TypeVar("R")
 
 MAX_LINE = 1 << 26
-"""The most bytes of a line, or of a file that is one array. No more bytes of a longer one are read: it is refused."""
+"""The most bytes of a line, or of a file that is one array. A longer one is refused, and is not read to its end."""
 
 MAX_INT = 1 << 63
 """An integer of this or a larger magnitude is refused."""
 
 
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
-    """Yield the data of each line of a file, and its record; None for a kind that `kinds` does not have.
+    """Yield, for each line of a file, its data without the key "kind", and its record; None for an unknown kind.
 
-    `kinds` has the class of each kind. The file need not be trusted: each value of a record has the type of its field,
-    and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a file that
-    cannot be read, or has a line that is no JSON object or does not fit the class of its kind.
+    `kinds` has the class of each known kind. The file need not be trusted: each value of a record has the type of its
+    field, and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a
+    file that cannot be read, or has a line that is no JSON object or does not fit the class of its kind.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe may never have a writer, and a device has no end
@@ -66,7 +66,8 @@ def _read_stream(
 def read_array(path: Path, kinds: Mapping[str, type[R]], name: str) -> list[R | None]:
     """Return the records of a file that holds one JSON array of them; None for a kind that `kinds` does not have.
 
-    The file need not be trusted: see `read_lines`. Raises RecordError, with `name`, for any other file.
+    The file need not be trusted: see `read_lines`. Raises RecordError for any other file. `name` is what its message
+    calls the file that was expected.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):

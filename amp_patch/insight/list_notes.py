@@ -103,7 +103,7 @@ def _note_uncalled(recording: Recording) -> Iterator[str]:
 
 
 def _acts_on_ops(opt_level: str) -> bool:
-    """Return whether op lists decide at a level. True for other names, such as "autocast"."""
+    """Return whether op lists decide at an opt_level. True for other names, such as "autocast"."""
     return all(level.patches_functions for level in config.levels.read_levels() if level.name == opt_level)
 
 

@@ -1,4 +1,4 @@
-"""`MisuseRecord`: a wrong use of GradScaler or autocast that `native` has noticed in a script."""
+"""`MisuseRecord`: a wrong use of GradScaler or autocast that `amp_patch.native` has noticed in a script."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

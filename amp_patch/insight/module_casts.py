@@ -39,7 +39,7 @@ class ModuleCasts:
         """Return the call that cast a parameter or buffer, as `.half() at train.py:6`; "" if none did.
 
         The tensor is found by its name in the module that was cast. If its dtype is not the one to which the call cast,
-        the script has changed it since, and the call does not count.
+        the script has changed the dtype since, and the call does not count.
         """
         calls = [
             by_name[name]

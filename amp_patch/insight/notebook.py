@@ -91,7 +91,7 @@ def _show_recording(recording: Recording) -> Markup:
 
 @display.as_html.register
 def show_fault(fault: FaultRecord, run: RunRecord | None = None) -> Markup:
-    """Return a fault as a table of two columns. Its remedy has the list lines that the user has to write."""
+    """Return a fault as a table of two columns: the names and the texts of `describe_fault`."""
     return _show_named(entitle_fault(fault), describe_fault(fault, run))
 
 

@@ -26,15 +26,19 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNumbersRecord:
-    """Numbers of a module that has parameters of its own, or no submodules, or of parameters outside of the models.
+    """Numbers of a module, or of the parameters of one shape outside of the models.
 
-    A sketch stands for tensors by `SKETCH` values. Each is a sum of elements with random signs, the same in each run.
+    Only modules with parameters of their own, or without submodules, have a record.
+
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of their elements with random signs. The signs are the
+    same in each run.
     The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two sketches estimates the
     norm of the difference of their tensors. A sketch is () if there was no tensor.
 
     Attributes:
-        module, type: the qualified name, and the name of the class; "" as the class for parameters outside of models,
-            and if no call with gradients enabled was seen.
+        module: the qualified name of the module. For parameters outside of the models, a text with their shape.
+        type: the name of the module's class. "" for parameters outside of the models, and for a module of which no call
+            with gradients enabled was seen.
         weights: the sketch of the parameters in the first call with gradients enabled; () if an optimizer had begun a
             step for them before this call.
         output, dtype: the sketch of the first floating tensor in the output of this call, and its dtype.

@@ -53,7 +53,7 @@ class _ThreadState(threading.local):
         is_below: whether the dispatch mode is on outside of listed calls, too. In other threads than the one that
             started the observer, it is on in listed calls only.
         is_paused: whether `pause` has turned the mode off.
-        nodes: the number of autograd nodes at the last op; None before the first.
+        nodes: how many autograd nodes this thread had made at the last op; None before the first.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class Observer:
     def _is_reached(self) -> bool:
         """Return whether lists, or rules for modules, act in this thread now.
 
-        True at a level without casts of ops, where nothing can switch them off.
+        True at an opt_level without casts of ops, where nothing can switch them off.
         """
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
@@ -240,7 +240,7 @@ class Observer:
     def note(self, op: Op) -> OpCall | None:
         """Note an op that torch has dispatched in this thread. Return its call.
 
-        Returns None for an op of amp, and for one that computes nothing.
+        Returns None for an op that amp_patch itself runs, and for one that computes nothing.
         """
         self.has_seen = True
         overload, calls = op.overload, self._local.calls
@@ -288,7 +288,7 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if tensor.dtype is not torch.float32 or not tensor.dim():  # a scalar does not decide on the dtype
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor raises no dtype
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:
@@ -309,7 +309,7 @@ class Observer:
         return self._running.find_name(module)
 
     def _make_call(self, op: Op) -> OpCall:
-        """Return a call for an op such as `torch.empty`, outside of listed calls: the origin of the tensor."""
+        """Return a call that stands for an op such as `torch.empty`, which ran outside of listed calls."""
         site = find_site()
         return OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(op.node, site))
 
@@ -333,7 +333,7 @@ class Observer:
         source, copy = cast
         call.casts += 1
         call.copied.add(address_of(source))
-        # A cast of a weight to 16 bits is no half of such a pair.
+        # casts of weights to 16 bits are left out: see `OpCall.cast_dtypes`
         if not (isinstance(source, nn.Parameter) and copy.dtype in LOW_DTYPES):
             call.cast_dtypes.add((short(source.dtype), short(copy.dtype)))
         # Does this call cast back what the op before has cast? Count a pair of casts that undo each other.

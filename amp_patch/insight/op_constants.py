@@ -1,4 +1,4 @@
-"""Names of ops without their spelling, and the constants among the arguments of a call, such as an eps or a factor."""
+"""Plain names of ops, and the constants among the arguments of a call, such as an eps or a factor."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ and an op on no list by its kernel. Without this table, an op that leaves a list
 def strip_spelling(op: str) -> str:
     """Return the plain name of an op: without its owner, the marks of an operator, and the `_` of an op in place.
 
-    For a kernel that computes a whole op, it is the name of that op.
+    A kernel that computes a whole op gets the name of that op. If an op has two names, both give the same plain name.
 
     `F.relu_`, `torch.relu` and `aten.relu` are "relu"; `Tensor.__rmul__`, `Tensor.mul_` and `aten.mul` are "mul";
     `F.layer_norm` and `aten.native_layer_norm` are "layer_norm".
@@ -114,7 +114,10 @@ def _show(name: str, value: object) -> str:
 
 
 def _find_defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default of each parameter of a function, in order; {} if the function has no readable signature."""
+    """Return the default of each parameter of a function, in order; {} if the function has no readable signature.
+
+    For a parameter without a default, this is `inspect.Parameter.empty`.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

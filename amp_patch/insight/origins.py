@@ -23,7 +23,8 @@ class Made:
     Attributes:
         call: the call; None for a storage that no noted call has made, such as the storage of a batch.
         dtype: the dtype of the values in it.
-        parent: the record of the storage from which the call took the dtype; None if the call decided it.
+        parent: the record of the storage from which the call took the dtype; None if the call decided it, or if `call`
+            is None.
         storage: the address of the storage.
     """
 
@@ -33,7 +34,10 @@ class Made:
     storage: int
 
     def find_root(self) -> "Made":
-        """Return the record, this one or an ancestor, whose call decided the dtype."""
+        """Return the last record in the chain of parents, or this one if it has no parent.
+
+        Its call decided the dtype, or no noted call made its storage.
+        """
         made = self
         while made.parent is not None:
             made = made.parent
@@ -97,7 +101,7 @@ class Origins:
         return known[0][1] if known else None
 
     def end_step(self) -> None:
-        """Forget the storages that are gone. For each other storage, keep only the record of its root."""
+        """Forget the storages that are gone. Replace the record of each other storage by its root: see `find_root`."""
         self._made = {
             storage: (reference, made.find_root() if made.parent is not None else made)
             for storage, (reference, made) in self._made.items()

@@ -7,10 +7,10 @@ from typing import Any
 
 
 class OwnedHook:
-    """Base class of such hooks. `self.owner()` is the owner, or None if it is gone.
+    """Base class of hooks that act for an owner, which they hold weakly. `owner()` returns it, or None if it is gone.
 
-    A copy of the hook is a function of the standard library that does nothing: a checkpoint of a whole model, which has
-    its hooks, loads without this package.
+    Copying or pickling a hook gives a function of the standard library that does nothing. So a file with a whole model,
+    which includes the hooks of the model, loads without this package.
     """
 
     def __init__(self, owner: Any = None) -> None:

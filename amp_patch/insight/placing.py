@@ -20,18 +20,18 @@ _NUMBER = re.compile(r"\d+")
 
 
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
-    """Return the module rules, list entries and lines to edit by which all culprits run in float32.
+    """Return, as a `Fix`, the module rules, list entries and lines to edit by which all culprits run in float32.
 
     For an op in a submodule, this is a rule for the submodule. For an op that the model itself or the loss code calls,
     it is the op's name in a list if possible, because a rule for the model would cover all of it. An op that neither
-    reaches gets its line. `has_lists`: whether lists of ops act at this level.
+    reaches gets its line. `has_lists`: whether lists of ops act at the opt_level of the run.
     """
     modules: list[str] = []
     roots: list[str] = []
     ops: list[str] = []
     sites: list[str] = []
     casts: list[str] = []  # lines with a cast outside of submodules
-    covered: set[str] = set()  # lines in `modules`: with the rule, a cast to x.dtype there is one to float32
+    covered: set[str] = set()  # lines of ops in `modules`: the rule makes x.dtype, and a cast to it, float32 there
     known = name_all(models)
     given = list(culprits)
     for culprit in given:
@@ -69,7 +69,7 @@ def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_
 
 
 def find_submodule_rules(culprit: Culprit, models: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the choosers of rules for the submodule that an op ran in, if such a rule can make the op float32.
+    """Return the rules for the submodule that an op ran in, as in `Fix.regions`, if they make the op run in float32.
 
     Return () for an op that a model itself, or the loss code, calls: a rule for the model would cover all of it.
     """

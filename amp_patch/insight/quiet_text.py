@@ -112,7 +112,7 @@ _CAUSES: dict[QuietCause, Callable[[QuietRecord], str]] = {
 
 
 def find_level(lost: QuietRecord, run: RunRecord | None) -> str:
-    """Return the level whose float32 masters keep what a step or a sum of gradients loses in 16 bits.
+    """Return the opt_level whose float32 masters keep what a step or a sum of gradients loses in 16 bits.
 
     Return "" for other losses, and for a script without `initialize`.
     """

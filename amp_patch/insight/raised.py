@@ -60,19 +60,19 @@ class Scene:
 
     @property
     def has_lists(self) -> bool:
-        """Whether lists of ops act at this level."""
+        """Whether lists of ops act at the opt_level of the session."""
         return self.session.casts is not None
 
     @property
     def low(self) -> torch.dtype | None:
-        """The low dtype of the run; None without one."""
+        """The 16-bit dtype of the run; None without one."""
         with contextlib.suppress(Exception):  # a script without autocast has none
             return self.session.low_here()
         return None
 
     @property
     def low_name(self) -> str:
-        """The name of the shipped list for the low dtype of the run; "float16" without one."""
+        """The name of the shipped list for the 16-bit dtype of the run; "float16" without such a dtype."""
         return "bfloat16" if self.low is torch.bfloat16 else "float16"
 
 
@@ -284,7 +284,7 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
     if trials is None:
         return None
     forward = call.forward
-    if call.is_check and levels.caller is not None:  # the operands usually come from the caller, whose line to edit
+    if call.is_check and levels.caller is not None:  # the operands usually come from the caller, so its line is edited
         levels = levels.caller
         case, empty = replace(case, levels=levels), _make_record(case.error, levels, scene)
     if forward is not None:

@@ -26,7 +26,7 @@ class RaisedCause(Word):
 class OperandOrigin(Word):
     """What gave an operand its dtype."""
 
-    RULE = "rule"  # of a list, a module rule or a level
+    RULE = "rule"  # of a list, a module rule or an opt_level
     CAST = "cast"  # of the script
     OP = "op"  # an op that made it so, such as torch.zeros
     WEIGHT = "weight"  # a parameter, a buffer or a gradient
@@ -39,14 +39,14 @@ class Operand(NamedTuple):
 
     Attributes:
         name: how the script writes it, else the name of the weight or of the argument.
-        dtype: its dtype, as "bf16".
+        dtype: the short name of its dtype, such as "bf16".
         origin: an `OperandOrigin`.
         made_by: the op that gave it this dtype; for a weight, its name; for an input, its variable; "" if unknown.
         module, site: the module and the line of that op. For an input, `site` is the line that the function with the
             variable was running.
         rule: the reason for the dtype: the rule that decided, the line that cast the model, or the tensor whose dtype
             the op took; "" for none.
-        entry: the place of the rule, or the level that cast the model; "" without one.
+        entry: the place of the rule, or the opt_level that cast the model; "" without one.
     """
 
     name: str
@@ -61,8 +61,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaisedRecord:
-    """An exception that has ended the script or a recorded function, or the exception because of which that one was
-    raised.
+    """An exception that has ended the script or a recorded function, or an earlier exception that led to that one.
 
     Attributes:
         error: the class of the exception.

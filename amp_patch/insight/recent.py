@@ -17,7 +17,7 @@ from .twins import Twins
 from .written import Written
 
 _FEWEST = 16  # this many ops of the forward pass are kept however large they are
-_LARGEST = 2**28  # bytes of the results of ops of the forward pass that are kept
+_LARGEST = 2**28  # the most bytes of the results of the ops of the forward pass that are kept
 _ALIKE = 0.1  # the largest relative difference between two results that count as equal in `find_blame`
 
 
@@ -66,7 +66,7 @@ class Recent:
         self._size = 0
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all ops."""
         self._forward.clear()
         self._of_node.clear()
         self._size = 0

@@ -1,6 +1,7 @@
 """Describes the samples of a flight recorder in words: magnitudes that have grown, and when they become too large.
 
-Messages call the largest number of a dtype its end: "float16 ends in about 90 steps". Needs no torch.
+Messages say that a dtype ends where its range ends: "float16 ends in about 90 steps" means that the magnitude will
+then be larger than the largest float16. Needs no torch.
 """
 
 import math
@@ -117,7 +118,9 @@ def _order(grown: Grown) -> tuple[int, float, float]:
 
 
 def find_limit(record: FlightRecord) -> float:
-    """Return the largest number of the run's 16-bit dtype, to which the next op may cast; without one, of float32."""
+    """Return the largest number of the run's 16-bit dtype, to which the next op may cast. For a run without such a
+    dtype, return the largest float32.
+    """
     return LARGEST.get(record.low, _LARGEST_FLOAT32)
 
 
@@ -125,7 +128,7 @@ def describe_flight(records: Sequence[FlightRecord], fault: FaultRecord | None =
     """Return lines about magnitudes that have grown, gradients that vanish, and loss scales that fell.
 
     Layers whose names differ only in numbers share a line. At most `_MOST_LINES` lines name magnitudes that have grown,
-    a module of the fault first; one more line counts the others.
+    first those of the fault's module; one more line counts the rest.
     """
     grown = find_grown(records)
     groups: dict[tuple[FlightKind, str], list[Grown]] = {}
@@ -144,7 +147,10 @@ def is_flight(recording: Recording) -> bool:
 
 
 def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None) -> str:
-    """Return how much was sampled, and the lines of `describe_flight`, or that nothing has grown."""
+    """Return as text how many steps were sampled, then the lines of `describe_flight`, or that nothing has grown.
+
+    Fewer than `MIN_SAMPLES` steps are too few for this: then the text says so.
+    """
     steps = sorted({step for record in records for step in record.steps})
     if not steps:
         return "no samples: no sampled step has ended"
@@ -152,7 +158,7 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
     if len(steps) < MIN_SAMPLES:
         return f"{title}: too few to see growth, which takes {MIN_SAMPLES}; sample more often"
     lines = describe_flight(records, fault)
-    # said even if nothing has grown, since no output was looked at
+    # without this line, "nothing has grown" would seem to include outputs
     if not any(record.subject is FlightKind.OUTPUT for record in records):
         lines.append("no output was sampled (compiled code, for example, calls no hooks)")
     if not lines:
@@ -161,7 +167,10 @@ def summarize(records: Sequence[FlightRecord], fault: FaultRecord | None = None)
 
 
 def _describe_headroom(records: Iterable[FlightRecord]) -> str:
-    """Return the largest finite output of the last samples and the largest float16; "" if no such output is known."""
+    """Return how near a float16 run is to overflow: its largest finite output in the last samples, as text.
+
+    Return "" if the run does not use float16, or if no such output is known.
+    """
     outputs = [record for record in records if record.subject is FlightKind.OUTPUT and record.low == "f16"]
     finite = [record for record in outputs if math.isfinite(record.largest[-1])]
     if not finite:
@@ -215,7 +224,7 @@ def name_subject(record: FlightRecord) -> str:
 
 
 def _describe_zeros(records: Iterable[FlightRecord]) -> Iterator[str]:
-    """Yield a line for the gradients that float16 loses."""
+    """Yield one line if zeros have risen in float16 gradients. It names the gradient where they rose most."""
     scales = [record.largest[-1] for record in records if record.subject is FlightKind.SCALE]
     # the largest of several scales: with a smaller one, gradients would be zero sooner
     scale = max((scale for scale in scales if math.isfinite(scale)), default=1.0)
@@ -254,5 +263,5 @@ def format_magnitude(number: float) -> str:
 
 
 def _round_steps(steps: int) -> int:
-    """Return a number with two digits: a forecast has no more."""
+    """Return a forecast with two digits, because it is no more exact than that. Return at least 1."""
     return int(float(f"{steps:.2g}")) or 1

@@ -29,8 +29,8 @@ from .steps import StepFollower
 
 _WRITE_SECONDS = 600.0
 """An open recorder writes the file at intervals of at least this length, so that a killed process leaves most of its
-samples. Each write may cost seconds: to format 256 samples of 1,000 layers with weights, each with an activation,
-took 3 s on an AMD EPYC.
+samples. A write may cost seconds: formatting 256 samples of 1,000 layers with weights, each with an activation, took
+3 s on an AMD EPYC.
 """
 
 OnSample = Callable[[int, Mapping[str, float]], object]
@@ -39,10 +39,10 @@ OnSample = Callable[[int, Mapping[str, float]], object]
 class FlightRecorder:
     """Records the magnitudes of module outputs and weight gradients in some steps, and says which of them have grown.
 
-    The recorder changes no number of the training. A step that is not sampled costs at most two hooks of the optimizer.
-    A sampled step has a forward hook on each module, and takes about two kernel launches for each output and each
-    gradient. The host does not wait for these kernels, except on MPS. The recorder works under `torch.autocast`, under
-    `amp.initialize` and without mixed precision.
+    The recorder changes no number of the training. A step that is not sampled costs at most two hooks of the optimizer,
+    and a function around `GradScaler.step`. A sampled step has a forward hook on each module, and takes about two
+    kernel launches for each output and each gradient. The host does not wait for these kernels, except on MPS. The
+    recorder works under `torch.autocast`, under `amp.initialize` and without mixed precision.
 
     Steps are counted at `optimizer.step()`; with several optimizers, at the one that steps first. Gradients are
     recorded without the loss scale of `amp.initialize` or a GradScaler. If the script scales the loss itself, they are
@@ -87,6 +87,8 @@ class FlightRecorder:
     ) -> "FlightRecorder":
         """Record models from now on, until `close`. Returns the recorder. May be called again for further models.
 
+        Raises ArgumentTypeError if there is no model or no optimizer, or if `scaler` is no GradScaler.
+
         Args:
             models: a model, or a list of them.
             optimizers: an optimizer, or a list of them.
@@ -130,13 +132,14 @@ class FlightRecorder:
 
     @property
     def recording(self) -> Recording:
-        """The samples as a `Recording`, which files hold, too. Waits until the samples are on the host."""
+        """The run and its samples as a `Recording`, which `write` stores. Waits until the samples are on the host."""
         return self._make_recording(self.records)
 
     def summary(self) -> str:
         """Return as text which magnitudes have grown, over which steps, and when they will overflow.
 
-        They overflow above the largest number of the 16-bit dtype of the run; without such a dtype, of float32.
+        They overflow above the largest number of the 16-bit dtype of the run; without such a dtype, of float32. Waits
+        until the samples are on the host.
         """
         return summarize(self.records)
 
@@ -148,9 +151,10 @@ class FlightRecorder:
         self.recording.to_jsonl(path)
 
     def close(self) -> None:
-        """Remove all hooks, and write the file. The samples stay in memory. A second call does nothing.
+        """Remove all hooks, pass the last samples to `on_sample`, and write the file, if the recorder has a `path`.
 
-        If the file cannot be written, a warning says so, because a training should not fail for its log.
+        The samples stay in memory. A second call does nothing. If the file cannot be written, this is a warning and no
+        exception, because a training should not fail for its log.
         """
         is_open = bool(len(self._undo))
         self._undo.close()

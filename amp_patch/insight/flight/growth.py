@@ -32,11 +32,11 @@ smaller.
 
 PACE_KEPT = 0.5
 """The pace of the last half of the window must be at least this part of the pace of the whole window. A rise that
-levels off is the beginning of a healthy training.
+levels off is usual at the beginning of a healthy training.
 """
 
 HORIZON = 2.0
-"""A forecast reaches at most so many times as far as the window of its fit."""
+"""A forecast reaches at most this many times the length of the window from which it is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Growth:
     """How magnitudes have grown.
 
     Attributes:
-        first_step, last_step: the steps of the window.
+        first_step, last_step: the first and the last step of the window: the samples that were fitted.
         start, end: the magnitudes at these steps: medians of the first and last three samples.
         rise: by how much the fit rises in the window, in powers of two.
         pace: powers of two per step, in the last half of the window.

@@ -51,8 +51,8 @@ class _OutputHook(OwnedHook):
 class _Row:
     """What a row of the sheets measures.
 
-    `owner` is the module; for a gradient, the module of the parameter, because torch cannot swap a parameter that has a
-    weak reference. None for a value or a loss scale.
+    `owner` is the module, held weakly; for a gradient, the module that has the parameter. (`torch.utils.swap_tensors`
+    refuses a parameter to which a weak reference exists.) None for a value or a loss scale.
     """
 
     subject: FlightKind
@@ -72,11 +72,12 @@ class Sampler:
     """Samples one step in `every`, and keeps the last `keep` samples on the host.
 
     Its user calls `begin_step`, `look_at_gradients` before the step of each optimizer, and `end_step`. A sampled step
-    usually takes two launches for each output of a module and each gradient, six for the step, one for each loss scale,
-    and two for each further call of a module. Nothing waits for the device, except on mps.
+    usually takes two kernel launches for each output of a module and each gradient, six for the step, one for each loss
+    scale, and two for each further call of a module. To sample a step, the host does not wait for the device, except on
+    MPS.
 
-    Not sampled are, for example, modules inside of compiled code, replicas of DataParallel, calls without gradients in
-    eval mode, and what a checkpoint computes again.
+    Not sampled are, for example, modules inside of compiled code, calls in eval mode while gradients are disabled, and
+    what a checkpoint computes again.
     """
 
     def __init__(self, every: int = 50, keep: int = 256) -> None:
@@ -115,14 +116,14 @@ class Sampler:
         """Sample models from the next step on.
 
         Args:
-            get_models: returns the models. It is called at each sampled step, so models may join.
+            get_models: returns the models. It is called when a sampled step begins, so it may return more models later.
             session: has the masters of parameters, and the loss scalers.
             scalers: GradScalers of the script, in place of the session's.
         """
         self._get_models, self._session, self._scalers = get_models, session, scalers
 
     def detach(self) -> None:
-        """Remove all hooks, and sample no further step. The samples stay. Harmless twice."""
+        """Remove all hooks, and sample no further step. The samples stay. A second call does nothing."""
         self._remove_hooks()
         self._is_sampling = False
         self._get_models, self._session, self._scalers = list, None, ()
@@ -206,11 +207,14 @@ class Sampler:
     # ---- what was sampled --------------------------------------------------------------------------------------------
 
     def has_arrived(self) -> bool:
-        """Return whether `records` would not wait for the device."""
+        """Return whether all samples are on the host, so that `records` need not wait."""
         return all(page.is_here() for page in self._samples[-1].pages) if self._samples else True
 
     def records(self, last: int | None = None) -> list[FlightRecord]:
-        """Return the samples by module, or only the last few. Waits until the numbers are on the host."""
+        """Return the samples: a record for each subject and name that has any. Waits until they are on the host.
+
+        `last`: use only this many of the last samples.
+        """
         samples = list(self._samples)
         if last is not None:
             samples = samples[-last:]
@@ -262,7 +266,7 @@ class Sampler:
     def _find_row(self, subject: FlightKind, key: object, name: str, owner: object = None) -> int:
         """Return the number of a row, which is new if there is none yet.
 
-        `key` tells rows of a kind apart: the id of a module, that id with the name of a parameter, or a name.
+        `key` tells the rows of a subject apart: the id of a module, that id with the name of a parameter, or a name.
         """
         number = self._numbers_of_rows.get((subject, key))
         if number is not None:
@@ -310,7 +314,7 @@ class Sampler:
                         sheet.note(row, scale)
 
     def _find_masters(self) -> dict[int, int]:
-        """Return for the id of each master the id of its parameter."""
+        """Return, by the id of each float32 master, the id of its parameter."""
         masters: dict[int, int] = {}
         if self._session is not None:
             for model in self._session.models():
@@ -334,7 +338,7 @@ def _values_of(gradient: Tensor) -> Iterator[Tensor]:
 
 
 def _read_scale(scaler: Any) -> Tensor | float | None:
-    """Return the scale of a GradScaler, of a loss scaler of a session, or None for a scaler that does not scale."""
+    """Return the scale of a GradScaler, or of a loss scaler of a session; None for a scaler that does not scale."""
     if getattr(scaler, "is_identity", False):
         return None
     scaler = getattr(scaler, "scaler", scaler)  # a session wraps the GradScaler of a script
@@ -345,12 +349,12 @@ def _read_scale(scaler: Any) -> Tensor | float | None:
 
 
 def _is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured, which would keep the launches of a sample."""
+    """Return whether a CUDA graph is being captured. It would repeat the launches of a sample in each replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _merge(pages: Sequence[Columns]) -> Columns:
-    """Return the columns of all devices in one."""
+    """Return the columns of a step, merged over its devices. A row may have been measured on several devices."""
     merged, *others = pages
     for columns in others:
         for row, count in enumerate(columns[0]):

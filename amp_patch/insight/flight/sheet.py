@@ -1,7 +1,8 @@
-"""`Sheet`: measures the tensors of one sampled step on their device. The host waits only on MPS.
+"""`Sheet`: measures the tensors of one sampled step on their device. This makes the host wait only on MPS.
 
-A tensor usually takes two launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its values.
-With a scale, it usually takes three. A step takes six launches for all tensors together, and one copy to the host.
+A tensor usually takes two kernel launches: a reduction to its largest magnitude, and a copy of at most `VALUES` of its
+values. With a scale, it usually takes three. A step takes six launches for all tensors together, and one copy to the
+host.
 
 A *near* value is one with a magnitude of at least `NEAR`: it is near the largest number of float16.
 """
@@ -73,7 +74,7 @@ class Sheet:
     def __init__(self, device: torch.device, rows: int) -> None:
         self.rows = rows
         self._device = device
-        # a script may be in inference mode now, and no longer when the next step is measured
+        # A tensor that is made in inference mode cannot be written outside of it. A script may be in this mode now.
         with torch.inference_mode(False):
             self._numbers = torch.empty(3, rows, dtype=torch.float32, device=device)
             self._values = torch.empty(rows, VALUES, dtype=torch.float32, device=device)
@@ -146,7 +147,7 @@ class Sheet:
 
 
 def _spread(values: Tensor) -> Tensor:
-    """Return a view of at most `VALUES` values at equal distances, or all of them; a copy if that needs one."""
+    """Return `VALUES` values at equal distances, or all if there are fewer: a view of `values` if possible."""
     count = values.numel()
     flat = values.as_strided((count,), (1,)) if _is_dense(values) else values.reshape(-1)
     return flat[:: _find_distance(count)][:VALUES]

@@ -132,9 +132,9 @@ class StepFollower(events.Watcher):
     def _follow(self, session: Session | None) -> None:
         """Follow the optimizers of a session by its events, and other optimizers by hooks.
 
-        Optimizers that were passed to `initialize` get no hook, because with a hook they could not skip a step on the
-        device. Optimizers of a `NativeSession` (a script with torch.autocast) keep their hooks. The hooks do nothing
-        during a step that the session reports.
+        Optimizers that were passed to `initialize` get no hook: amp_patch lets a fused optimizer skip a step on the
+        device only if it has no hooks of this kind. Optimizers of a `NativeSession` (a script with torch.autocast) keep
+        their hooks. The hooks do nothing during a step that the session reports.
         """
         self._sampler.attach(self._get_models, session, self._scalers)
         bound: list[Optimizer] = []

@@ -1,6 +1,6 @@
 """`CopyWatch`: finds ops that use an old 16-bit copy of a weight, which has changed since the copy was made.
 
-torch.autocast keeps such copies until its region ends.
+torch.autocast keeps the copies that it makes until its `with` block ends.
 """
 
 import functools
@@ -90,7 +90,7 @@ class CopyWatch:
             return
         storage = copy.untyped_storage()
         key = id(storage)
-        # no function in Python: a Ctrl-C during its call would be lost
+        # Python ignores exceptions in the callback of a weak reference, so a Ctrl-C in a Python function would be lost.
         forget = functools.partial(self._copies.pop, key)
         self._copies[key] = _Copy(weakref.ref(storage, forget), weight)
 

@@ -1,4 +1,4 @@
-"""`GradientWatch`: gradients that are zero in float16 although they are not in float32."""
+"""`GradientWatch`: finds gradients that are zero in float16 although they are not zero in float32."""
 
 from collections.abc import Callable, Sequence
 

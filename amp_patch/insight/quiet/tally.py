@@ -36,7 +36,9 @@ RECENT, FEW = 16, 3
 """How many of the last changes of a tensor are kept, and the least number of them whose sum is judged."""
 
 CONVERGED = 16
-"""A recent change of a weight is left out if its |true|^2 (see `Change`) is less than the largest one over this."""
+"""A recent change of a weight is left out if its |true|^2 (see `Change`), times this, is less than the largest |true|^2
+of all changes of the weight.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
     """Compare the stored change of a tensor with the change in float32, the true one. Return None if the true change is
-    zero, or so large that its square overflows float32.
+    zero, or if a change is so large that its squared norm overflows float32.
 
     Elements whose change is inf or NaN are left out. Waits for the device.
     """
@@ -200,7 +202,7 @@ class _OfTensor:
         """Return the sum of all changes if it is lost, else the sum of the recent ones; None if neither is lost."""
         if self.total.error > self.limit:
             return self.total
-        # once a training has converged, weights may change so little that losing it does no harm
+        # once a training has converged, weights may change so little that losing these changes does no harm
         least = self.largest / CONVERGED if self.limit == LOST else 0.0
         relevant = [change for change in self.recent if change.true >= least]
         if len(relevant) < FEW:

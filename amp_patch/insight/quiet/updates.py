@@ -45,7 +45,7 @@ class _Followed(NamedTuple):
     """A tensor whose change is followed in this step.
 
     Attributes:
-        tensor: a flat view of the whole storage.
+        tensor: a one-dimensional view of the whole storage.
         before: a copy of `tensor` from before its first change.
         shown: the tensor that the script changed, which may be a part of the storage. Reports use its name.
         source: the code that made the first change.
@@ -214,7 +214,7 @@ class UpdateWatch:
         elif not self._may_succeed(overload, args, kwargs):
             return None
         site = find_site()
-        if site.by == "amp":  # amp itself scales gradients and copies masters
+        if site.by == "amp":  # amp_patch itself scales gradients and copies masters
             for tensor in written:
                 self._forget(tensor)
             return None

@@ -28,7 +28,9 @@ from ..written import Culprit, Written
 from .findings import Findings, Place, place_of, place_of_culprit
 
 LARGEST_ROOT, LARGEST_RESULT = 2**20, 2**22
-"""A larger root is not followed. Neither is an op on followed values whose results have more elements together."""
+"""A root with more elements than `LARGEST_ROOT` is not followed. Neither are the results of an op if they have more
+elements together than `LARGEST_RESULT`.
+"""
 
 DISTINCT = 0.75
 """Evenly spaced values are reported if at most this share of them stays distinct in 16 bits."""
@@ -54,7 +56,9 @@ _ROUNDING = 0.2
 """The relative rounding error of a 16-bit value (root mean square) is about this times `torch.finfo(dtype).eps`."""
 
 _NEAR = 4.0
-"""A difference is examined only if it is this many times smaller than its operands, or if their size is unknown."""
+"""A difference is examined only if it is at least this many times smaller than its operands, or if their size is not
+known.
+"""
 
 _MAKERS = frozenset({"arange", "linspace", "logspace", "cumsum", "range"})
 """Ops whose 16-bit results are followed: ranges and running sums."""
@@ -73,7 +77,7 @@ _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
 """Ops that usually read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
-"""Ops whose result is as lost as their input. The op that reads the result shows whether the loss does harm."""
+"""Ops whose result is as inexact as their input. The op that reads the result shows whether the loss does harm."""
 
 _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
@@ -93,7 +97,7 @@ class _Root(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """A difference that is lost in rounding. It is reported if an op reads it for which the loss does harm.
+    """A difference that is lost in rounding. It is reported once it does harm to an op that reads it.
 
     Attributes:
         place, dtype: the op that computed the difference, and the 16-bit dtype of the rounding.
@@ -252,7 +256,10 @@ class ValueWatch:
         return culprit
 
     def _find_coarse_input(self, written: Written) -> Written | None:
-        """Return the coarse input from which a result has its errors. None if the op itself may have rounded."""
+        """Return the record of the coarse input from which a result has its errors.
+
+        Return None if the op itself may have rounded, or if it is no longer kept.
+        """
         op = self._find_op(written)
         if op is None or op.overload.name not in _KEEPS_COARSE or _adds_up(op):
             return None
@@ -400,7 +407,7 @@ def _number_in(op: Op) -> float:
 
 
 def _make_in_float32(op: Op) -> Tensor | None:
-    """Return the result of a factory in float32, whatever dtype it is given; None if it cannot run in float32."""
+    """Return the result of an op of `_MAKERS` with dtype=torch.float32; None if it cannot run so."""
     run = run_in_float32(op._replace(kwargs={**op.kwargs, "dtype": torch.float32}))
     return None if run is None else next(iter(run.outputs()), None)
 
