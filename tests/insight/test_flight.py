@@ -358,6 +358,20 @@ def test_a_tracker_gets_each_sample_once():
     }
 
 
+def test_a_step_without_a_measurement_is_no_sample():
+    sampled = []
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorder = insight.FlightRecorder(every=1, on_sample=lambda step, numbers: sampled.append(step))
+    with recorder.attach(net, optimizer):
+        for is_called in (True, False, True, True):
+            optimizer.zero_grad()
+            if is_called:
+                net(torch.ones(2, next(net.parameters()).shape[1])).sum().backward()
+            optimizer.step()
+    assert sampled == [0, 2, 3]
+
+
 def test_compiled_code_keeps_no_hook_and_does_not_recompile():
     torch._dynamo.reset()
     compiled = []

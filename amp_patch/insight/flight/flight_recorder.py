@@ -72,7 +72,7 @@ class FlightRecorder:
         self._models: list[nn.Module] = []
         self._steps = StepFollower(self._sampler, lambda: self._models, self._hand_on)
         self._undo = UndoStack()
-        self._unsent = 0  # the number of samples that were not passed to `on_sample` yet
+        self._sent = -1  # the step of the last sample that was passed to `on_sample`
         self._run: RunRecord | None = None
         self._write_due = time.monotonic() + _WRITE_SECONDS
         self._process_id = os.getpid()
@@ -171,21 +171,20 @@ class FlightRecorder:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def _hand_on(self) -> None:
-        """Count the sample that is about to end. If earlier samples are on the host, pass them to `on_sample`; then
-        write the file if that is due.
+        """If there are samples that `on_sample` has not had, and they are on the host, pass them to it. Then write the
+        file if that is due.
         """
-        if self._unsent and self._sampler.has_arrived():
+        if self._sampler.last_step > self._sent and self._sampler.has_arrived():
             self._send()
             if self._path is not None and time.monotonic() > self._write_due:
                 self._write_file()
                 self._write_due = time.monotonic() + _WRITE_SECONDS
-        self._unsent += 1
 
     def _send(self) -> None:
         """Call `on_sample` for the samples that were not passed to it yet. Waits until they are on the host."""
-        if self._on_sample is not None and self._unsent:
+        if self._on_sample is not None:
             numbers: dict[int, dict[str, float]] = {}
-            for record in self._sampler.records(self._unsent):
+            for record in self._sampler.records(after=self._sent):
                 name = f"{record.subject}/{record.name}".rstrip("/")
                 for step, largest, zeros in zip(record.steps, record.largest, record.zeros, strict=True):
                     numbers.setdefault(step, {})[name] = largest
@@ -193,7 +192,7 @@ class FlightRecorder:
                         numbers[step][f"zeros/{name}"] = zeros
             for step in sorted(numbers):
                 self._on_sample(step, numbers[step])
-        self._unsent = 0
+        self._sent = self._sampler.last_step
 
     def _forget(self) -> None:
         """Describe the run, and drop the models, so that a closed recorder keeps none alive."""

@@ -210,14 +210,17 @@ class Sampler:
         """Return whether all samples are on the host, so that `records` need not wait."""
         return all(page.is_here() for page in self._samples[-1].pages) if self._samples else True
 
-    def records(self, last: int | None = None) -> list[FlightRecord]:
+    @property
+    def last_step(self) -> int:
+        """The step of the last sample; -1 if there is none."""
+        return self._samples[-1].step if self._samples else -1
+
+    def records(self, after: int = -1) -> list[FlightRecord]:
         """Return the samples: a record for each subject and name that has any. Waits until they are on the host.
 
-        `last`: use only this many of the last samples.
+        `after`: use only the samples of steps after this one.
         """
-        samples = list(self._samples)
-        if last is not None:
-            samples = samples[-last:]
+        samples = [sample for sample in self._samples if sample.step > after]
         columns = [(sample.step, _merge([page.unfold() for page in sample.pages])) for sample in samples]
         rows: dict[tuple[FlightKind, str], list[int]] = {}
         for number, row in enumerate(self._rows):
