@@ -24,7 +24,8 @@ from .float32_script import find_asked_dtype
 from .roots import find_root
 
 AS_IS = "as-is"
-"""The `opt_level` of a session that changes nothing. With lists over torch.autocast's rules, it is "autocast"."""
+"""The `opt_level` of a session that changes nothing. A session that adds lists to torch.autocast's rules has
+"autocast"."""
 
 _STEPS_BEFORE_WARNING = 3
 """The step of an optimizer at which unused module rules are warned of. By then, a script has usually called all its
@@ -200,7 +201,9 @@ class NativeSession(Session):
                 self._skipped.discard(key)
 
     def begin_region(self) -> None:
-        """Prepare for a block of torch.autocast, enabled or not."""
+        """Bring the state of module rules up to date before the script enters a block of torch.autocast, enabled or
+        not.
+        """
         self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
             self.bindings.regions.mark_stale()
