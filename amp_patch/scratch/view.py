@@ -251,9 +251,10 @@ class View:
         with_content: bool = True,
         is_new: bool = False,
     ) -> Any:
-        """Return the path to write for a script's path. Copy a file of the lower layer there, unless there is one.
+        """Return the path to write for a script's path.
 
-        Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
+        Copies a file of the lower layer to the upper layer, unless the upper layer has it already. Devices, pipes and
+        sockets of the lower layer, and files in shared folders, are written where they are.
 
         Args:
             with_content: copy the content of the file. If False, the copy is empty, but has the file's mode and times.

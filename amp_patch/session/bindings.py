@@ -269,7 +269,7 @@ class Bindings:
         finish: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         """Bind optimizers, and models that are not bound yet. Then call `finish` with these models. After an exception,
-        also one of `finish`, none of them is bound.
+        also one of `finish`, these models and the optimizers are not bound.
         """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
