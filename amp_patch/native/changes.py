@@ -102,7 +102,7 @@ class Changes:
             )
 
     def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
-        """Return a session that makes these changes once it is opened.
+        """Return a session for these changes, which the caller opens.
 
         Args:
             low: the dtype of the region that the script enters, or None outside of regions.

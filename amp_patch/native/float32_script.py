@@ -2,8 +2,8 @@
 
 To *widen* a 16-bit tensor is to make it float32. The methods that cast tensors, such as `Tensor.half`, are patched for
 the whole run. A TorchFunctionMode (the *mode*) sees other functions of torch, such as those that make tensors, and
-widens their arguments and results. A mode slows down every op, so it ends after a few steps if they do not need it: see
-`Float32Script.step_ended`.
+widens their arguments and results. The mode slows down every op, so `Float32Script.step_ended` ends it after a few
+steps if it is not needed.
 """
 
 import contextlib
@@ -254,7 +254,7 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of `torch.compile`, which makes code run uncompiled while the mode is on."""
+        """Return the replacement of `torch.compile`. It lets compiled functions run uncompiled while the mode is on."""
         # neither the mode nor the patched methods work in compiled code
 
         @functools.wraps(original)
@@ -267,7 +267,7 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of torch's function that makes tensors from the bytes of a file: it widens them."""
+        """Return the replacement of `REBUILD_TENSOR`, torch's function that makes loaded tensors. It widens them."""
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -412,7 +412,7 @@ class Float32Script(events.Watcher):
             return result
 
     def widen_in_place(self, tensor: Tensor) -> None:
-        """Make a tensor and its gradient float32. It stays the same object, which optimizers and modules hold."""
+        """Make a tensor and its gradient float32, unless it is opaque. Optimizers and modules hold the same object."""
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return

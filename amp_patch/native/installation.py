@@ -55,8 +55,8 @@ def install(
     later call of `install` replaces this installation.
 
     Raises:
-        PolicyError: the level or `compute` is wrong, `compute` has no `opt_level`, or `everywhere` has neither lists
-            nor a level that casts. Also if `everywhere` has a float16 level, because nothing would scale the loss.
+        PolicyError: `opt_level` or `compute` is wrong, or `compute` is given without `opt_level`. Also for `everywhere`
+            if nothing would be cast, or at a level with float16, because nothing would scale the loss.
         OpListError: a list is wrong.
         SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """

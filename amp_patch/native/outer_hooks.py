@@ -15,7 +15,7 @@ class PausableHook:
 
     Args:
         handle: what torch returned when the hook was registered.
-        hook: the hook function. It is on until `pause` is called.
+        hook: the hook function. It is on at first.
     """
 
     def __init__(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:

@@ -47,10 +47,9 @@ class RegionWatch:
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, look for misuses in the graph of its loss, if there was such a region since the last
-        step.
+        """Before a backward pass, look for misuses in the graph of its loss.
 
-        A pass with several losses is not looked at, and `_MOST_WALKS` limits how many graphs are.
+        Looks only at a pass with one loss, after a region since the last step, and at `_MOST_WALKS` graphs at most.
         """
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):

@@ -2,7 +2,7 @@
 
 It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
 each kind of misuse, with the line of the script and the edit that repairs it. If torch refuses a call because of a
-misuse, it does not warn, but adds the text to the exception as a note.
+misuse, the exception gets this text as a note.
 """
 
 import inspect
@@ -289,7 +289,7 @@ class ScalerWatch:
                 self._running_scaler_steps -= is_scaling
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
-                if use.backwards > backwards_before:  # in a closure: torch refuses it by name, but not by position
+                if use.backwards > backwards_before:  # in a closure, which torch refuses by keyword only
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
@@ -402,7 +402,7 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Report the misuse if one region contains this step and the optimizer's last, and torch caches casts in it."""
+        """Report the misuse if an optimizer takes two steps in one region in which torch caches casts of weights."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
@@ -416,7 +416,7 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """If a misuse explains an exception of GradScaler, add a note to it, and tell the watchers of `events`.
+        """Add a note to an exception of GradScaler, if a misuse explains it, and tell the watchers of `events`.
 
         `call`: "unscale_", "step", "update", or "closure" for `scaler.step(optimizer, closure=...)`.
         """

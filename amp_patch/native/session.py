@@ -231,7 +231,7 @@ class NativeSession(Session):
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager. Inside its block, neither amp nor torch casts on the session's type of device."""
-        # outside of regions, as in most events of a step
+        # nothing casts outside of regions, where most events of a step occur
         if not self.switch.is_on_here() and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()
         return self._pausing_casts()

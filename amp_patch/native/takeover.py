@@ -1,8 +1,8 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It opens its session (`NativeSession`) when the script enters a region, and not before, because the dtype and the device
-type of the region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session
-outside of regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
+It opens its session (`NativeSession`) when the script enters a region, because the dtype and the device type of the
+region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session outside of
+regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
 `amp.initialize`, the session of that call replaces the takeover's.
 """
 
@@ -136,7 +136,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
-        self._scaler_watch.end_reads()  # first, because it may have patched functions after the session did
+        self._scaler_watch.end_reads()  # before `reset`, because these patches may be newer than the session's
         if find_session() is not None:
             current.reset()
 
@@ -150,7 +150,7 @@ class Takeover:
             low: the dtype of the region, or None outside of regions.
 
         Returns None if there is none and none may be opened: because the script uses amp itself, because Dynamo traces
-        this call, or because it is made outside of regions and `_acts_without_region` is False.
+        this call, or because `low` is None and `_acts_without_region` returns False.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -165,7 +165,7 @@ class Takeover:
 
     def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
         """Return the session in force at a backward pass. Open one if there is none and one may be opened, else return
-        None. A script without modules opens none before, because it calls no model.
+        None. A script without modules has called no model that would have opened one.
         """
         if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
             return find_session()

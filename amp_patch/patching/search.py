@@ -190,7 +190,7 @@ class Search:
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return what replaces the value of a class attribute: `function`, or a static or class method around it."""
+        """Return the replacement of a class attribute. Its `value` is `function`, or a static or class method of it."""
         replacement = self.result.replacements[id(function)]
         if function is not value:  # `value` is a static or class method that contains the function
             return type(value)(replacement)

@@ -51,8 +51,8 @@ class _InForce:
 
 
 def guard(view: View) -> Callable[[], None]:
-    """Raise NotRedirectedError before changes of files outside of the folder of a run and of shared folders, until the
-    returned function is called.
+    """From now on, raise NotRedirectedError when a file outside of the folder of a run, and not in a shared folder, is
+    about to change. Call the result to end this.
     """
     before = _InForce.view
     _InForce.view = view

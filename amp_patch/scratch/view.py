@@ -215,7 +215,7 @@ class View:
         return None
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in the folder at a located path; none if nothing is there. Raises OSError for a file."""
+        """Return the names in the folder at a located path: [] if nothing is there. Raises OSError for a file."""
         names: dict[str, None] = {}
         if self.sees_lower(path):
             names = dict.fromkeys(_listdir(path))

@@ -81,7 +81,7 @@ def _name_kind(value: object) -> str:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot be applied to `model`. With `accept_low`, it may be in 16 bits already."""
+    """Return the reasons why `policy` cannot be applied to `model`. With `accept_low`, 16-bit weights are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
