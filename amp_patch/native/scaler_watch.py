@@ -300,7 +300,7 @@ class ScalerWatch:
         return step
 
     def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Check the gradients of an optimizer before `scaler.step` unscales them."""
+        """Check the gradients of an optimizer before `scaler.step` uses them."""
         key = id(optimizer)
         added_at = use.unscaled.find_added(optimizer)
         if added_at and key not in use.stepped_at:
