@@ -12,7 +12,7 @@ ROUNDING = "stochastic_rounding"
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return amp's state for a checkpoint: the loss scales. If amp is disabled, there are none.
+    """Return amp's state for a checkpoint: the loss scales. If amp is disabled, there are no entries.
 
     The result is `{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}`, with an entry for each loss scale.
     The entry of a scale with a `hysteresis` above 1 also holds `hysteresis_tracker`. If optimizers keep their state in
@@ -20,7 +20,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     weights_only=True. Waits for the device.
 
     Args:
-        destination: a dictionary to add the entries to. None makes a new one.
+        destination: a dictionary to add the entries to, and to return. None makes a new one.
 
     Raises ArgumentTypeError if `destination` is not a dictionary, and SessionError before `initialize`.
 

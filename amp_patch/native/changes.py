@@ -1,6 +1,6 @@
 """`Changes`: what amp_patch changes in a script's regions of `torch.autocast`.
 
-`Changes` makes the session that applies them. A region is a block `with torch.autocast(...)`.
+A region is a block `with torch.autocast(...)`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Changes:
     """The changes to the regions of a script.
 
     Args:
-        level, lists, compute: as `opt_level`, `lists` and `compute` of `install`.
+        level, lists, compute: as `opt_level`, `lists` and `compute` of `amp_patch.native.install`.
 
     Attributes:
         policy: the policy of the level, or None without a level.
@@ -74,18 +74,20 @@ class Changes:
         return None if self.policy is None else self.policy.low_dtype
 
     def check_level(self) -> None:
-        """Raise UnsuitedLevelError for a level that casts models, such as O2. A region of torch.autocast casts none."""
+        """Raise UnsuitedLevelError for a level that casts models, such as O2. torch.autocast casts no models."""
         if self.kind is Kind.LEVEL and self.policy is not None and not self.policy.patch_torch_functions:
             raise UnsuitedLevelError(_OTHER_LEVELS.format(level=self.level))
 
     def apply_to(self, device_type: str, session: NativeSession) -> bool:
-        """Return whether `adapt` is to be called for regions on a type of device. Regions are disabled on all types of
-        devices, but lists and dtypes change only on the session's.
+        """Return whether `adapt` is to be called for regions on a type of device.
+
+        If the changes disable regions, they do so on all types of devices; other changes apply only to the session's.
         """
         return self.kind is Kind.DISABLED or device_type == session.device_type
 
     def adapt(self, region: Any, session: NativeSession) -> None:
-        """Change a region that is about to be entered, or warn that the lists do not apply to its dtype.
+        """Change a region that is about to be entered: disable it, or give it the dtype of the level. Without a level,
+        warn if the lists do not apply to its dtype.
 
         The caller restores the region afterwards.
         """
@@ -100,10 +102,10 @@ class Changes:
             )
 
     def make_session(self, device_type: str, low: torch.dtype | None) -> NativeSession:
-        """Return a session that makes these changes once it is opened.
+        """Return a session for these changes, which the caller opens.
 
         Args:
-            low: the dtype of the region, or None without one.
+            low: the dtype of the region that the script enters, or None outside of regions.
         """
         torch_lists = load_torch_lists(device_type)
         autocast: Autocast | None
@@ -127,7 +129,7 @@ class Changes:
 
 
 def load_torch_lists(device_type: str) -> OpLists | None:
-    """Return the lists with torch.autocast's own rules on a type of device, or None if no list describes them."""
+    """Return the lists with torch.autocast's own rules on a type of device, or None if amp_patch ships none for it."""
     name = f"autocast-{device_type}"
     return load_oplists(name) if name in shipped.shipped_names() else None
 
@@ -138,7 +140,7 @@ def _make_policy_over_torch(torch_lists: OpLists | None, low: torch.dtype, lists
     if torch_lists is None and not lists:  # there are no rules to apply
         return replace(make_policy(levels.find_plain_level().name, {}), opt_level=level)
     names = [*(() if torch_lists is None else torch_lists.names), *lists]
-    # "native": products run in the same kernels as under torch.autocast
+    # compute "native": matrix products run in the same kernels as under torch.autocast
     overrides = {"lists": names, "loss_scale": 1.0, "compute": "native"}
     policy = make_policy(levels.find_patching_level(dtype_name(low)).name, overrides)
     return replace(policy, opt_level=level, description=f"torch.autocast, with {', '.join(lists) or 'nothing'} over it")

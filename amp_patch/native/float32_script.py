@@ -1,9 +1,9 @@
-"""`Float32Script`: gives a script float32 wherever it asks for a 16-bit dtype, so that it becomes its own reference.
+"""`Float32Script`: gives a script float32 wherever it asks for a 16-bit dtype, for a reference run in float32.
 
 To *widen* a 16-bit tensor is to make it float32. The methods that cast tensors, such as `Tensor.half`, are patched for
 the whole run. A TorchFunctionMode (the *mode*) sees other functions of torch, such as those that make tensors, and
-widens their arguments and results. A mode slows down every op, so it ends after a few steps if it had nothing to widen
-in them.
+widens their arguments and results. The mode slows down every op, so `Float32Script.step_ended` ends it after a few
+steps if it is not needed.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from ..torch_dispatch import REBUILD_TENSOR, leave_function_mode
 from .asked_dtypes import AskedDtypes
 
 STEPS = 3
-"""The mode may end after so many steps. What it widens in step 1 does not count: that includes all before the loop."""
+"""The number of optimizer steps after which the mode may end."""
 
 _AMP_MODULES = "amp_patch."
 _FOR_SCRIPTS = ("amp_patch.apex.", "amp_patch.casting.replacement", "amp_patch.casting.wrappers")
-"""Modules of this package that call torch on behalf of the script."""
+"""Prefixes of the names of modules of this package that call torch on behalf of the script."""
 
 _DTYPE_OF_CLASS = {
     f"torch.{place}{kind}Tensor": dtype
@@ -43,10 +43,10 @@ _DTYPE_OF_CLASS = {
 """The dtypes of old tensor classes, by the names that `Tensor.type` takes, such as "torch.HalfTensor"."""
 
 _NEVER_WIDENED = frozenset({"__get__", "_parse_to"})
-"""Functions that the mode leaves alone. `_parse_to` reads the arguments of Module.to, which then calls Tensor.to."""
+"""Functions that the mode leaves alone: `__get__` reads an attribute, and `_parse_to` the arguments of Module.to."""
 
 _COPIES = frozenset({"clone", "__deepcopy__", "empty_like", "zeros_like", "ones_like", "full_like"})
-"""Functions whose result has the dtype of their argument, unless they get a `dtype`."""
+"""Functions whose result has the dtype of their first argument, unless they get a `dtype`."""
 
 _RANDOM = frozenset(
     {"rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "bernoulli", "bernoulli_"}
@@ -80,7 +80,7 @@ def find_float32_script() -> "Float32Script | None":
 
 
 def find_asked_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that the script asked for when it made a tensor, also if the tensor was widened since."""
+    """Return the dtype of a tensor. If it is float32 where the script asked for 16 bits, return that 16-bit dtype."""
     script = _in_force.script
     return tensor.dtype if script is None else script.asked.find(tensor)
 
@@ -94,15 +94,15 @@ def as_written() -> contextlib.AbstractContextManager[None]:
 class Float32Script(events.Watcher):
     """Keeps a script in float32 from `start` on, until the function that `start` returns is called.
 
-    Calls from this package still get 16 bits. A variable such as `dtype = torch.bfloat16` keeps its value, but a tensor
-    that is made with it is float32. Code of torch.compile runs uncompiled as long as the mode is on; if code is
-    compiled, and the script has asked for 16 bits by the end of `STEPS` steps, the mode stays on to the end.
+    Calls that amp_patch makes for itself still get 16 bits. A variable such as `dtype = torch.bfloat16` keeps its
+    value, but a tensor that is made with it is float32. Once the script calls torch.compile, compiled functions run
+    uncompiled as long as the mode is on. If the script has also asked for 16 bits by step `STEPS`, the mode stays on.
 
     Attributes:
         asked: the tensors that are float32 although the script asked for 16 bits.
         has_acted: whether the script has asked for 16 bits so far.
         not_widened: descriptions of what could not be widened, as keys: "tensors of class Int4Tensor".
-        is_timed: False if the mode, which takes time, had to stay on after `STEPS` steps.
+        is_timed: False if the mode, which slows steps down, had to stay on after `STEPS` steps.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class Float32Script(events.Watcher):
         return cast
 
     def _find_requested(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Return the dtype that the arguments of `to` or `type` name, or None: `to("cuda")` names no dtype."""
+        """Return the dtype that the arguments of `to` or `type` ask for; None if they ask for none: `to("cuda")`."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.dtype):
                 return value
@@ -239,7 +239,7 @@ class Float32Script(events.Watcher):
         return result
 
     def _keep_default(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of `set_default_dtype`: where the script asks for 16 bits, it sets float32."""
+        """Return the replacement of `set_default_dtype` or `set_default_tensor_type`. It sets float32 for 16 bits."""
 
         @functools.wraps(original)
         def set_default(value: Any) -> None:
@@ -254,7 +254,7 @@ class Float32Script(events.Watcher):
         return set_default
 
     def _note_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of `torch.compile`, which makes code run uncompiled while the mode is on."""
+        """Return the replacement of `torch.compile`. It lets compiled functions run uncompiled while the mode is on."""
         # neither the mode nor the patched methods work in compiled code
 
         @functools.wraps(original)
@@ -267,7 +267,7 @@ class Float32Script(events.Watcher):
         return compile
 
     def _widen_loaded(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of torch's function that makes tensors from a file or a process: it widens them."""
+        """Return the replacement of `REBUILD_TENSOR`, torch's function that makes loaded tensors. It widens them."""
 
         @functools.wraps(original)
         def rebuild(*args: Any, **kwargs: Any) -> Any:
@@ -289,7 +289,7 @@ class Float32Script(events.Watcher):
     # ---- modules -----------------------------------------------------------------------------------------------------
 
     def _widen_module(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook of all modules: widen weights that nothing has widened yet."""
+        """Forward pre-hook of all modules: enter the mode in this thread, and widen 16-bit parameters and buffers."""
         self._enter_mode()
         if self._local.is_paused:
             return
@@ -301,7 +301,7 @@ class Float32Script(events.Watcher):
     # ---- what the mode does ------------------------------------------------------------------------------------------
 
     def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch. Widen its 16-bit arguments first, and its result."""
+        """Call a function that the mode has seen. In a call by the script, widen 16-bit arguments and the result."""
         if not self._is_on or self._local.is_paused or _is_called_by_amp(sys._getframe(2)):
             return function(*args, **kwargs)
         requested = next((dtype for dtype in (*args, *kwargs.values()) if isinstance(dtype, torch.dtype)), None)
@@ -401,7 +401,7 @@ class Float32Script(events.Watcher):
     # ---- widening ----------------------------------------------------------------------------------------------------
 
     def widen(self, tensor: Tensor) -> Tensor:
-        """Return a float32 copy of a tensor. Return an opaque tensor, such as a quantized one, as it is."""
+        """Return a float32 copy of a 16-bit tensor. Return an opaque tensor, such as a quantized one, as it is."""
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return tensor
@@ -412,7 +412,7 @@ class Float32Script(events.Watcher):
             return result
 
     def widen_in_place(self, tensor: Tensor) -> None:
-        """Make a tensor and its gradient float32. It stays the same object, which optimizers and modules hold."""
+        """Make a tensor and its gradient float32, unless it is opaque. Optimizers and modules hold the same object."""
         if is_opaque(tensor):
             self.note_not_widened(tensor)
             return
@@ -477,7 +477,7 @@ def _replace_dtypes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def _is_random(function: Any, name: str) -> bool:
-    """Return whether a function may draw random numbers: all functions of torch.nn.init count."""
+    """Return whether a function may draw random numbers. All functions of torch.nn.init count."""
     return name in _RANDOM or getattr(function, "__module__", "") == "torch.nn.init"
 
 

@@ -1,8 +1,8 @@
 """`GradientReads`: notices gradients that a script measures or clamps while they are multiplied by the loss scale.
 
-After many backward passes of scaled losses (see `begin`), it patches functions that scripts use for this, such as
-`Tensor.norm`. `ScalerWatch` removes the patches at the next region of autocast, backward pass, or call of `scale`,
-`unscale_` or `step`.
+After the first backward passes of scaled losses, and some of the later ones (see `begin`), it patches functions that
+scripts use for this, such as `Tensor.norm`. `ScalerWatch` (`scaler_watch.py`) removes the patches at the next region of
+autocast, backward pass, or call of `scale`, `unscale_` or `step`.
 """
 
 import sys
@@ -125,7 +125,7 @@ class GradientReads:
 
     def _note(self, kind: Kind, argument: Any, caller: str) -> None:
         """Record a tensor, or the tensors in a list, that may be gradients. `caller`: the file that makes the call."""
-        # `ScalerWatch` notices clip_grad_norm_ itself: with a large limit, a script only measures the norm by it.
+        # `ScalerWatch` notices clip_grad_norm_ itself. It allows calls with a large limit, which only measure the norm.
         if kind is Kind.READ and caller == _CLIP_FILE:
             return
         tensors = [argument] if isinstance(argument, Tensor) else argument
@@ -139,7 +139,7 @@ class GradientReads:
 
 
 def _find_address(value: Any) -> int:
-    """Return the address of the data of a tensor; 0 for one without such an address, and for another object."""
+    """Return the address of the data of a plain strided tensor; 0 for any other object, and without such an address."""
     if type(value) not in PLAIN_CLASSES or value.layout is not torch.strided:
         return 0
     try:

@@ -51,12 +51,13 @@ def install(
         compute: "auto", "native" or "float32". Needs `opt_level`.
         everywhere: run each thread in one bfloat16 region, from its first call of a model. For scripts without regions.
 
-    Returns a handle whose `remove()` undoes everything. The handle also works as a `with` block. A later call replaces
-    this installation.
+    Returns a handle whose `remove()` undoes everything. It is also a context manager, whose exit calls `remove()`. A
+    later call of `install` replaces this installation.
 
     Raises:
-        PolicyError, OpListError: a level or a list is wrong, or `everywhere` is combined with float16, because nothing
-            would scale the loss.
+        PolicyError: `opt_level` or `compute` is wrong, or `compute` is given without `opt_level`. Also for `everywhere`
+            if nothing would be cast, or at a level with float16, because nothing would scale the loss.
+        OpListError: a list is wrong.
         SessionError: `amp-patch` watches the script or applies lists to it, or a recording is in progress.
     """
     if compute is not None and opt_level is None:
@@ -107,8 +108,8 @@ def start(takeover: Takeover, *, is_watched: bool) -> Callable[[], None]:
 
 
 def watch() -> Callable[[], None]:
-    """Report the models, losses and steps of a script without `amp.initialize` to the watchers of `events`. Call the
-    result to stop.
+    """Report the models, losses and steps of a script without `amp.initialize` to the watchers of `amp_patch.events`.
+    Call the result to stop.
     """
     takeover = _installed.takeover
     return start(Takeover(), is_watched=True) if takeover is None else takeover.watch()

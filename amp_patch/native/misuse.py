@@ -73,7 +73,7 @@ _TEXTS = {
     ),
     Kind.READ: (
         "gradients are measured while they are multiplied by the loss scale",
-        "Call scaler.unscale_(optimizer) before it, or divide the result by scaler.get_scale()",
+        "Call scaler.unscale_(optimizer) before this line, or divide the result by scaler.get_scale()",
     ),
     Kind.UNSCALED_LOSS: (
         "this loss goes backward without scaler.scale, and scaler.step divides its gradients by the loss scale",
@@ -137,7 +137,7 @@ _TEXTS = {
     ),
     Kind.LOSS_OUTSIDE: (
         "the loss is computed in 16 bits, outside of the region: it is rounded, and overflows early in float16",
-        "Compute the loss inside the region, where autocast computes it in float32, or call it with output.float()",
+        "Compute the loss inside the region, where autocast computes it in float32, or compute it from output.float()",
     ),
     Kind.SCALED_BFLOAT16: (
         "a GradScaler takes the steps of a script whose regions are all bfloat16, which needs no loss scale: steps"

@@ -1,6 +1,7 @@
 """`OuterHooks`: global hooks of modules that can be turned off while an outermost module runs.
 
-While there is a global hook, torch calls each module by a slower path. These hooks need outermost calls only.
+While there is a global hook, torch calls each module by a slower path. These hooks need to see only the outermost calls
+of modules, not the calls inside them.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ class PausableHook:
     """A hook of torch that can be off for a while.
 
     Args:
-        handle: what torch returned for the hook.
-        hook: the hook, which is on.
+        handle: what torch returned when the hook was registered.
+        hook: the hook function. It is on at first.
     """
 
     def __init__(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
@@ -38,7 +39,9 @@ class PausableHook:
                 known.pop(self._handle.id, None)
 
     def resume(self) -> None:
-        """Turn the hook on. If it was off, it runs after the hooks that are there now. Harmless twice."""
+        """Turn the hook on, unless it was removed. If it was off, it runs after the hooks that are there now. Harmless
+        twice.
+        """
         hooks = self._handle.hooks_dict_ref()
         if hooks is None or self._is_removed:
             return
@@ -61,7 +64,9 @@ class OuterHooks:
         self._hooks: list[PausableHook] = []
 
     def add(self, handle: RemovableHandle, hook: Callable[..., Any]) -> Callable[[], None]:
-        """Add a hook that is registered with torch already. Return a function that removes it. Harmless twice."""
+        """Add a hook that is registered with torch already. Return a function that removes it; calling that twice is
+        harmless.
+        """
         added = PausableHook(handle, hook)
         self._hooks.append(added)
 

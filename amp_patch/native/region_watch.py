@@ -47,9 +47,9 @@ class RegionWatch:
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, look for misuses in the graph of its loss, if there was a region since the last step.
+        """Before a backward pass, look for misuses in the graph of its loss.
 
-        `_MOST_WALKS` limits how many graphs are looked at.
+        Looks only at a pass with one loss, after a region since the last step, and at `_MOST_WALKS` graphs at most.
         """
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
@@ -59,7 +59,7 @@ class RegionWatch:
         low = next((dtype for name, dtype in nodes if name in _LOSS_NODES and dtype in _LOW), None)
         if low in self._trained_dtypes:
             self._tell(Misuse(Kind.LOSS_OUTSIDE, find_line(), f"in {str(low).removeprefix('torch.')}"))
-        # If the last op was a product, it may have multiplied the loss by a scale: of the script, or of a GradScaler.
+        # If the last op was a product, it may have multiplied the loss by a scale: the script's own or a GradScaler's.
         is_product = bool(nodes) and nodes[0][0].startswith("Mul")
         if not is_product and any(dtype is torch.float16 for _, dtype in nodes):
             self._unscaled_at = find_line()

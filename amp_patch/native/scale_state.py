@@ -31,7 +31,7 @@ class ScaleState:
         # For each schedule, the number of its `step` calls after the first, which its constructor usually makes.
         self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
         self._saved_at = ""  # the line of the last `torch.save` of an optimizer without a scaler since the last step
-        # Whether `GradScaler.state_dict` was called: the script may save the state in a file of its own.
+        # Whether `GradScaler.state_dict` was called: the script may save the state in a separate file.
         self._is_state_read = False
 
     def patches(self) -> Iterator[Patch]:
@@ -43,8 +43,8 @@ class ScaleState:
     def note_scaled_step(self, optimizer: Any, *, is_skipped: bool) -> None:
         """Record a step by an enabled GradScaler.
 
-        If a checkpoint was saved without the scaler since the step before, report it now: the training goes on, so it
-        was not the checkpoint of a finished model.
+        If a checkpoint was saved without the scaler since the step before, and `GradScaler.state_dict` was never
+        called, report this now: the training goes on, so it was not the checkpoint of a finished model.
         """
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if is_skipped:

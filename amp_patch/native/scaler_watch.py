@@ -1,8 +1,8 @@
 """`ScalerWatch`: notices when a script uses GradScaler, or the regions of autocast, wrongly.
 
 It follows the scaled losses, backward passes, clipping and steps of the script, and changes no result. It warns once of
-each kind of misuse, with the line and the edit. If torch refuses a call because of a misuse, the exception gets the
-text as a note.
+each kind of misuse, with the line of the script and the edit that repairs it. If torch refuses a call because of a
+misuse, the exception gets this text as a note.
 """
 
 import inspect
@@ -48,7 +48,7 @@ multiplied `max_norm` by the scale, or may only measure the norm.
 
 @dataclass(slots=True)
 class _Clipping:
-    """A call that clipped gradients: the ids of their parameters, and the line."""
+    """A call that clipped gradients: the ids of their parameters, and the line of the call."""
 
     parameter_ids: set[int]
     line: str
@@ -176,7 +176,7 @@ class ScalerWatch:
         self._scaled_backwards += 1
 
     def _count_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `torch.autograd.backward` that notes whether losses are scaled, and which gradients they change."""
+        """Return a `torch.autograd.backward` that notes whether losses are scaled, and whose gradients they change."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             # a call inside a backward pass is not the script's: torch.utils.checkpoint makes one, for example
@@ -232,7 +232,7 @@ class ScalerWatch:
         return get_scale
 
     def _note_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `clip_grad_norm_` that notes which parameters' gradients it clips, if they may be scaled."""
+        """Return the replacement of `CLIP_BY_NORM`. It notes whose gradients are clipped, if these may be scaled."""
 
         def clip(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
             uses = [use for use in self._uses.values() if use.has_scaled_gradients and not use.is_scale_read]
@@ -289,7 +289,7 @@ class ScalerWatch:
                 self._running_scaler_steps -= is_scaling
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
-                if use.backwards > backwards_before:  # in a closure: torch refuses it by name, but not by position
+                if use.backwards > backwards_before:  # in a closure, which torch refuses by keyword only
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
@@ -300,7 +300,7 @@ class ScalerWatch:
         return step
 
     def _check_gradients(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Check the gradients of an optimizer before `scaler.step` unscales them."""
+        """Check the gradients of an optimizer before `scaler.step` uses them."""
         key = id(optimizer)
         added_at = use.unscaled.find_added(optimizer)
         if added_at and key not in use.stepped_at:
@@ -319,7 +319,7 @@ class ScalerWatch:
             self._tell(Misuse(Kind.EARLY_UPDATE, use.updated_at))
 
     def _check_loss(self, scaler: Any, use: _ScalerUse, optimizer: Any) -> None:
-        """Report the misuse if all gradients of an optimizer are of losses that nothing has scaled."""
+        """Report the misuse if the gradients of an optimizer seem to come only from losses that nothing has scaled."""
         if not use.is_scale_read and (line := self._losses.find_unscaled(scaler, optimizer)):
             self._tell(Misuse(Kind.UNSCALED_LOSS, line))
 
@@ -358,7 +358,7 @@ class ScalerWatch:
         return update
 
     def _check_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each step of an optimizer, with or without a scaler."""
+        """Hook before each step of an optimizer: check its region, and whether it steps on scaled gradients."""
         if has_own_amp():
             return
         self._check_region(optimizer)
@@ -402,7 +402,7 @@ class ScalerWatch:
             self._region_at = find_line()
 
     def _check_region(self, optimizer: Optimizer) -> None:
-        """Report a region, in which torch caches casts of weights, that contains this step and the step before it."""
+        """Report the misuse if an optimizer takes two steps in one region in which torch caches casts of weights."""
         if not get_autocast_depth() or self._whole_script_is_entered() or not torch.is_autocast_cache_enabled():
             return
         parameter = next(_parameters_of(optimizer), None)
@@ -416,7 +416,7 @@ class ScalerWatch:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception, scaler: Any, optimizer: Any, call: str) -> None:
-        """Add a note with the misuse that explains an exception of GradScaler, and tell the watchers of `events`.
+        """Add a note to an exception of GradScaler, if a misuse explains it, and tell the watchers of `events`.
 
         `call`: "unscale_", "step", "update", or "closure" for `scaler.step(optimizer, closure=...)`.
         """

@@ -59,7 +59,7 @@ class ScriptSteps:
         self._scaler: weakref.ref[Any] | None = None  # the newest GradScaler
         self._scaler_step: _ScalerStep | None = None
         self._open_session: Callable[[str], NativeSession | None] = lambda device_type: None
-        self._scaled_loss_id: int | None = None  # the id of the last loss that a GradScaler has scaled
+        self._scaled_loss_id: int | None = None  # the id of the last scaled loss, which `GradScaler.scale` returned
 
     def install(self, undo: UndoStack) -> None:
         """Patch GradScaler, and hook optimizer steps."""
@@ -168,7 +168,9 @@ class ScriptSteps:
         return step
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each optimizer step. Without a closure, check and report the step, and disable `WholeScript`."""
+        """Hook before each optimizer step. Without a closure, check and report the step, and disable the region of
+        `WholeScript`.
+        """
         if has_own_amp():
             self._checks.note_mixed_precision()
             return
@@ -181,7 +183,9 @@ class ScriptSteps:
             self._report_begin(session, optimizer)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook after each optimizer step: report it, and enable the region of `WholeScript` again."""
+        """Hook after each optimizer step: enable the region of `WholeScript` again, check a step with a closure, and
+        report the step.
+        """
         self._whole_script.enable_after_step()
         if has_own_amp():
             return
@@ -218,7 +222,7 @@ class ScriptSteps:
 
 
 def _can_unscale_first(optimizer: Any) -> bool:
-    """Return whether the kernel of an optimizer unscales gradients, and GradScaler.unscale_ would take them, too."""
+    """Return whether an optimizer's kernel unscales gradients that `GradScaler.unscale_` would accept as well."""
     if not reads_found_inf(optimizer):
         return False
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

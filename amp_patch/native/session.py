@@ -24,7 +24,8 @@ from .float32_script import find_asked_dtype
 from .roots import find_root
 
 AS_IS = "as-is"
-"""The `opt_level` of a session that changes nothing. With lists over torch.autocast's rules, it is "autocast"."""
+"""The `opt_level` of a session that changes nothing. A session that adds lists to torch.autocast's rules has
+"autocast"."""
 
 _STEPS_BEFORE_WARNING = 3
 """The step of an optimizer at which unused module rules are warned of. By then, a script has usually called all its
@@ -200,7 +201,9 @@ class NativeSession(Session):
                 self._skipped.discard(key)
 
     def begin_region(self) -> None:
-        """Prepare for a block of torch.autocast, enabled or not."""
+        """Bring the state of module rules up to date before the script enters a block of torch.autocast, enabled or
+        not.
+        """
         self.switch.close_stale()
         if self.bindings.regions is not None and not get_autocast_depth():
             self.bindings.regions.mark_stale()
@@ -228,7 +231,7 @@ class NativeSession(Session):
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager. Inside its block, neither amp nor torch casts on the session's type of device."""
-        # outside of regions, as in most events of a step
+        # nothing casts outside of regions, where most events of a step occur
         if not self.switch.is_on_here() and not torch.is_autocast_enabled(self.device_type):
             return contextlib.nullcontext()
         return self._pausing_casts()

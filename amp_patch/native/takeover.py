@@ -1,8 +1,8 @@
 """`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
 
-It opens a session when the script enters a region and there is none, because the dtype and the device type of the
-region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session outside
-of regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
+It opens its session (`NativeSession`) when the script enters a region, because the dtype and the device type of the
+region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session outside of
+regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
 `amp.initialize`, the session of that call replaces the takeover's.
 """
 
@@ -38,15 +38,15 @@ class Takeover:
     """The handle that `install` returns. `remove()`, or leaving it as a `with` block, undoes the installation.
 
     Args:
-        opt_level: "O0" disables autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
+        opt_level: "O0" disables torch.autocast; "O1" and "O4" replace its lists and dtype; None keeps both.
         lists: op lists that override the lists of the level, or torch's own. Later lists win.
         compute: as for `amp.initialize`. Needs `opt_level`.
         everywhere: run each thread in one region, from its first call of a model. For scripts without regions.
         needs_region: open no session before the script uses mixed precision (a region, or a model with 16-bit weights),
             even if the session would only observe.
         in_float32: give the script float32 wherever it asks for a 16-bit dtype. See `Float32Script`.
-        refuses_regions: raise HasRegionsError when the script enters a region, as `everywhere` does. For the float32
-            run that runs with `everywhere` are compared to.
+        refuses_regions: raise HasRegionsError when the script enters a region, as with `everywhere`. For a run in
+            float32 to which a run with `everywhere` is compared.
         on_plain_step: called with a line of text at the first step without mixed precision, if the changes need a
             region, or with `needs_region`.
 
@@ -136,7 +136,7 @@ class Takeover:
 
     def _close_session(self) -> None:
         self._whole_script.close()
-        self._scaler_watch.end_reads()  # before the session's patches, because it may have patched functions later
+        self._scaler_watch.end_reads()  # before `reset`, because these patches may be newer than the session's
         if find_session() is not None:
             current.reset()
 
@@ -146,11 +146,11 @@ class Takeover:
         """Return the session in force. Open one if there is none.
 
         Args:
-            device_type: the device of the region, or of the model.
+            device_type: the device type of the region, or of the model.
             low: the dtype of the region, or None outside of regions.
 
-        Returns None if the script calls `amp.initialize` itself, if Dynamo traces this call, and outside of regions
-        unless `_acts_without_region`.
+        Returns None if there is none and none may be opened: because the script uses amp itself, because Dynamo traces
+        this call, or because `low` is None and `_acts_without_region` returns False.
         """
         session = find_session()
         if session is not None or has_own_amp():
@@ -164,8 +164,8 @@ class Takeover:
             return find_session() or self._open_session(device_type, low)
 
     def _require_session_at_loss(self, device_type: str) -> NativeSession | None:
-        """Return the session in force at a backward pass. Open one if there is none: a script without modules has
-        called no model that would have opened it.
+        """Return the session in force at a backward pass. Open one if there is none and one may be opened, else return
+        None. A script without modules has called no model that would have opened one.
         """
         if device_type == "meta" or self._checks.is_waiting or compiling.is_traced():
             return find_session()
@@ -275,7 +275,10 @@ class Takeover:
         return changed_args
 
     def _require_session_for(self, model: nn.Module) -> NativeSession | None:
-        """Return the session for this call of a model. Open one if there is none and it is needed, else return None."""
+        """Return the session for this call of a model. Open one if there is none and it is needed, else return None.
+
+        With `everywhere`, first enter the region of this thread.
+        """
         device_type = next(model.parameters()).device.type
         self._checks.called_at = self._checks.called_at or find_line()
         if self._everywhere:

@@ -20,11 +20,11 @@ def read_version(parameter: Tensor | None) -> Version:
 
 
 class UnscaledGradients:
-    """The optimizers whose gradients a GradScaler has unscaled since its last `update`. It watches one of each."""
+    """The optimizers whose gradients a GradScaler has unscaled since its last `update`. Watches a gradient of each."""
 
     def __init__(self) -> None:
-        # For each optimizer, a parameter that had a gradient when it was unscaled. Parameters are not held weakly,
-        # because torch swaps no tensor that has a weak reference.
+        # For each optimizer, a parameter that had a gradient at `unscale_`. Parameters are not held weakly, because
+        # `torch.utils.swap_tensors` refuses tensors with weak references.
         self._parameters: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._added_at: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ class UnscaledGradients:
         return {optimizer: read_version(parameter) for optimizer, parameter in self._parameters.items()}
 
     def note_backward(self, before: dict[Any, Version]) -> None:
-        """Note that a scaled loss has gone backward. `before`: the result of `read_versions` from before it."""
+        """Note that a scaled loss has gone backward. `before`: what `read_versions` returned before this pass."""
         for optimizer, version in self.read_versions().items():
             if before.get(optimizer) != version:
                 self._added_at.setdefault(optimizer, find_line())

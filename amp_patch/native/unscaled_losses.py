@@ -47,7 +47,7 @@ class _Watched:
 
 
 class UnscaledLosses:
-    """The optimizers that have taken a step by a GradScaler. It watches one gradient of each."""
+    """The optimizers that a GradScaler has stepped. Watches one gradient of each."""
 
     def __init__(self) -> None:
         self._watched: weakref.WeakKeyDictionary[Any, _Watched] = weakref.WeakKeyDictionary()
@@ -105,8 +105,9 @@ class UnscaledLosses:
         """Return the line of the first unscaled backward pass, if a GradScaler is about to unscale gradients that only
         unscaled losses have made. Else return "".
 
-        The first such loss of the run also gives "", because its graph was not searched for a factor of the script. For
-        later ones, reading the scale waits for the device.
+        Also returns "" if the script seems to have multiplied the losses by the scale itself, and for the first such
+        loss of the run, because its graph was not searched for such a factor. For later ones, reading the scale waits
+        for the device.
         """
         watched = self._watched.get(optimizer)
         if watched is None or not watched.passed_at or watched.is_explained:
@@ -126,7 +127,9 @@ class UnscaledLosses:
 
 
 def _find_factors(losses: Any) -> tuple[float, ...]:
-    """Return the numbers by which the last ops of losses have multiplied. Does not wait for the device."""
+    """Return the magnitudes of the numbers by which the last ops of losses have multiplied. Does not wait for the
+    device.
+    """
     nodes = [getattr(loss, "grad_fn", None) for loss in (losses if isinstance(losses, (list, tuple)) else [losses])]
     factors: list[float] = []
     for node in nodes:  # `nodes` grows

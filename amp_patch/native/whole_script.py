@@ -48,7 +48,7 @@ class WholeScript:
     Args:
         low: the dtype of the region.
         open_session: called with a device type and `low`. Opens the session whose lists decide in the region.
-        has_own_amp: returns whether the script called `amp.initialize` itself. Then no region is entered.
+        has_own_amp: returns whether the script uses amp itself. Then no region is entered.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WholeScript:
         return self._thread.region is not None
 
     def install(self, undo: UndoStack) -> None:
-        """Patch the functions that need the region, or that must run without it."""
+        """Install the patches, and redirect references to the patched functions, until `undo` is closed."""
         patcher = Patcher()
         undo.callback(references.undo, [patcher], ())
         patcher.install(

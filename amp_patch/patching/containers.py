@@ -116,7 +116,7 @@ class ContainerSearch:
                 self._search(member, container, index)
 
     def _replace_immutable(self, container: Any, holder: Any, key: Any) -> None:
-        """If a tuple or frozenset holds functions, add its exchange for a copy that holds their replacements."""
+        """If a tuple or frozenset holds patched functions, add an exchange that writes a copy with the replacements."""
         copy, function = self._copy_with_replacements(container)
         if function is None or holder is None:
             return

@@ -47,7 +47,7 @@ class ExchangeList:
         self.exchanges.append((id(function), Exchange(slot, before, after, original)))
 
     def append_keys(self, table: dict[Any, Any]) -> None:
-        """Add an exchange for each key of a dict that is a function.
+        """Add an exchange for each key of a dict that is one of the functions.
 
         Tensor classes with a `__torch_function__` often keep their handlers in such dicts, by function.
         """

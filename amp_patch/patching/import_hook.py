@@ -16,8 +16,7 @@ class ImportWatch:
     imported already.
 
     The hooks are post-import hooks of wrapt. wrapt cannot remove a hook before the module is imported. So all watches
-    share one hook for each module name. The hook refers to no watch, so a watch is freed when the last other reference
-    to it is gone.
+    share one hook for each module name. The hook refers to no watch, so it keeps none alive.
     """
 
     def __init__(self, on_import: Callable[[str], None]) -> None:

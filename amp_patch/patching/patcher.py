@@ -36,7 +36,7 @@ CoverFactory = Callable[[Any, str, Callable[..., Any]], Callable[..., Any] | Non
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Replaces `owner.name` by `factory(original)`. If there is a `note`, its docstring ends with the note."""
+    """Replaces `owner.name` by `factory(original)`. A `note` is added to the end of the replacement's docstring."""
 
     owner: Any
     name: str
@@ -137,9 +137,9 @@ class Patcher:
         """Restore the originals. A second call does nothing.
 
         If other code has wrapped a replacement with wrapt, its wrapper stays, and calls the original from now on. A
-        wrapper of any other kind, or around a static or class method, stays too, and still calls the replacement. A
-        warning names the attribute, except for a wrapper of a function that has no `__wrapped__`. So before `undo`, the
-        caller must make replacements call their originals without casts.
+        wrapper of any other kind, or around a static or class method, stays too, and still calls the replacement. So
+        before `undo`, the caller must make replacements call their originals without casts. A warning names the
+        attribute, unless the wrapper of a plain function has no `__wrapped__`.
         """
         self.uncover()
         self._undo_down_to(0)

@@ -34,8 +34,8 @@ def redirect(
     A copy of a model may still hold replacements of an earlier session. Such references are redirected, too.
 
     Args:
-        functions: pairs of a patcher and the functions that it has patched. The patcher's `undo` also restores the
-            references that are redirected here.
+        functions: pairs of a patcher and the replacements of functions that it has patched (see `functions_of`). The
+            patcher's `undo` also restores the references that are redirected here.
 
     Returns the objects found that hold a function where it cannot be replaced, such as "mylib.ACTIVATIONS (deque)".
     """
@@ -55,7 +55,8 @@ def redirect(
 
 
 def undo(patchers: Sequence[Patcher], models: Iterable[nn.Module]) -> None:
-    """Undo the patchers, last one first. Then redirect the remaining references to replacements to the originals.
+    """Undo the patchers, last one first. Then replace references to replacements, in `models` and in imported modules,
+    by references to the originals.
 
     The program has made these references while functions were patched: by `from torch import exp`, or by copying a
     model. If Ctrl-C interrupts this, call it again.

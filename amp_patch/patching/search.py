@@ -9,8 +9,8 @@ In a model, it searches the attributes of each module, and the classes of its mo
 
 It skips torch (except `FUNCTION_TABLES`), this package, the standard library, and packages that torch and this package
 need. It also skips a package of several modules if none of them has one of these as a global: a function that is
-searched for, a module of torch or of another package that defines such a function, or `torch.Tensor`. Such a package
-hardly ever refers to the functions.
+searched for, a module of torch or of another package that defines such a function, or `torch.Tensor`. A package without
+such a global hardly ever refers to the functions.
 """
 
 import functools
@@ -152,7 +152,7 @@ class Search:
             self._unsearched.append(Unsearched(prefix, name, value, holder, name))
 
     def _search_table(self, table: dict[Any, Any], prefix: str, name: str) -> None:
-        """Search the keys and the values of a dict. Collect other values for `ContainerSearch`."""
+        """Search the keys and the values of a dict. Collect containers and other objects for `ContainerSearch`."""
         if not self.result.is_first_visit(table):
             return
         self.result.append_keys(table)
@@ -190,7 +190,7 @@ class Search:
                 self._search_value(value, f"{home}.{_name_of(owner)}", key, owner, package)
 
     def _as_class_attribute(self, value: Any, function: Callable[..., Any]) -> Any:
-        """Return the value to replace `value`, the value of a class attribute, which is or contains `function`."""
+        """Return the replacement of a class attribute. Its `value` is `function`, or a static or class method of it."""
         replacement = self.result.replacements[id(function)]
         if function is not value:  # `value` is a static or class method that contains the function
             return type(value)(replacement)

@@ -1,6 +1,7 @@
-"""Makes repeated runs of a script write to a folder of their own, so that they change none of the user's files.
+"""Makes each repeated run of a script write to a folder of its own, so that runs do not change the user's files.
 
-A run still sees the user's files, except where it has written or removed one itself. Imports no torch.
+A run still sees the user's files, except where it has written or removed one itself. Shared folders, such as caches,
+are read and written in place. This subpackage does not import torch.
 """
 
 from .folders import Folders as Folders

@@ -40,7 +40,7 @@ Events of `shutil` are left out: its functions call `open` and functions of `os`
 
 
 class NotRedirectedError(AmpError, PermissionError):
-    """A repeated run of a script might have changed a file outside of the folder of the run."""
+    """A repeated run of a script was about to change a file outside of the folder of the run."""
 
 
 class _InForce:
@@ -51,8 +51,8 @@ class _InForce:
 
 
 def guard(view: View) -> Callable[[], None]:
-    """Refuse changes of files outside of the folder of a run and of shared folders, until the returned function is
-    called.
+    """From now on, raise NotRedirectedError when a file outside of the folder of a run, and not in a shared folder, is
+    about to change. Call the result to end this.
     """
     before = _InForce.view
     _InForce.view = view

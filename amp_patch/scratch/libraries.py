@@ -67,7 +67,7 @@ _SQLITE_SUFFIXES = ("-journal", "-wal", "-shm")
 
 
 def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) -> Callable[..., Any]:
-    """Return a function that calls `original` with the redirected path, if it is given one."""
+    """Return a function that calls `original` with the redirected path in place of the path that it is given."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

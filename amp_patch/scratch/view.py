@@ -215,7 +215,7 @@ class View:
         return None
 
     def list_names(self, path: str) -> list[str]:
-        """Return the names in the folder at a located path; none if nothing is there. Raises OSError for a file."""
+        """Return the names in the folder at a located path: [] if nothing is there. Raises OSError for a file."""
         names: dict[str, None] = {}
         if self.sees_lower(path):
             names = dict.fromkeys(_listdir(path))
@@ -251,9 +251,10 @@ class View:
         with_content: bool = True,
         is_new: bool = False,
     ) -> Any:
-        """Return the path to write for a script's path. Copy a file of the lower layer there, unless there is one.
+        """Return the path to write for a script's path.
 
-        Devices, pipes and sockets of the lower layer, and files in shared folders, are written where they are.
+        Copies a file of the lower layer to the upper layer, unless the upper layer has it already. Devices, pipes and
+        sockets of the lower layer, and files in shared folders, are written where they are.
 
         Args:
             with_content: copy the content of the file. If False, the copy is empty, but has the file's mode and times.

@@ -81,7 +81,7 @@ def _name_kind(value: object) -> str:
 
 
 def find_model_problems(model: nn.Module, policy: Policy, accept_low: bool = False) -> list[str]:
-    """Return the reasons why `policy` cannot be applied to `model`. With `accept_low`, it may be in 16 bits already."""
+    """Return the reasons why `policy` cannot be applied to `model`. With `accept_low`, 16-bit weights are no reason."""
     name = type(model).__name__
     if isinstance(model, WRAPPERS):
         return [f"{name} is a parallel wrapper: pass the bare model to initialize, and wrap the result"]
@@ -185,7 +185,7 @@ def _get_wrapped(optimizer: Any) -> Any:
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """Return the torch optimizer inside of wrappers, or `optimizer` itself. Raises ArgumentTypeError if it is none."""
+    """Return the torch optimizer inside wrappers, or `optimizer` itself. Raises ArgumentTypeError if there is none."""
     inner = optimizer
     while (wrapped := _get_wrapped(inner)) is not None:
         inner = wrapped
@@ -276,8 +276,10 @@ def choose_policy(
 ) -> Policy:
     """Return the policy that the arguments ask for.
 
-    Settings of a command, as in `amp-patch run --opt-level O4`, take precedence. If they replace the level, a line is
-    logged.
+    Settings of a command, as in `amp-patch run --opt-level O4`, take precedence. Logs a line if they replace the level,
+    and if lists of the command have no effect at a level that casts models.
+
+    Raises PolicyError as `make_policy` does; without `has_models`, also for a level that casts only models.
     """
     make = make_policy if has_models else _presets.make_policy_without_model
     level, overrides, dropped = in_force.settings.override(opt_level, arguments)

@@ -173,7 +173,7 @@ class Bindings:
         if models and not self._binds_at_calls:
             self._awaits_step = self.regions is not None and bool(optimizers or self._optimizers)
             self.warn_of_unused_rules()
-        self.gradients.flush()  # a new optimizer may share parameters with a bound one, whose gradients may be scaled
+        self.gradients.flush()  # unscale gradients, because a new optimizer may share parameters with a bound one
         added = []
         for optimizer in optimizers:
             added.append(
@@ -269,7 +269,7 @@ class Bindings:
         finish: Callable[[Sequence[nn.Module]], None],
     ) -> None:
         """Bind optimizers, and models that are not bound yet. Then call `finish` with these models. After an exception,
-        also one of `finish`, none of them is bound.
+        also one of `finish`, these models and the optimizers are not bound.
         """
         self.prune()
         known_models, known_optimizers = list(self._models), list(self._optimizers)
@@ -288,7 +288,9 @@ class Bindings:
             raise
 
     def flush(self) -> None:
-        """Prepare for `release`: unscale all gradients, and copy the script's edits of parameters to their masters."""
+        """Prepare for `release`: unscale all gradients, or drop them if an error left them half unscaled. Then copy the
+        script's edits of parameters to their masters.
+        """
         self.gradients.close()
         self.masters.return_gradients()
         self.masters.copy_from_parameters(warns=True)

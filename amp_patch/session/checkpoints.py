@@ -76,10 +76,9 @@ def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Replace parameters by their masters in a helper's mapping.
+    """Give masters the names of their parameters in a helper's mapping, so that the helper loads states in their dtype.
 
-    So the helper loads states in the dtype of the masters. The mapping has entries in both directions: `{parameter:
-    {"fc.weight"}, "fc.weight": parameter}`.
+    The mapping has entries in both directions: `{parameter: {"fc.weight"}, "fc.weight": parameter}`.
     """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)

@@ -193,7 +193,7 @@ def _open(request: _Request) -> Session:
 
 
 def _describe_conflict(session: Session, asked: Policy, given: Sequence[nn.Module]) -> str:
-    """Return the error about a session in force with another policy: the reason, and the remedies."""
+    """Return the error message about a session in force with another policy: the reason, and the remedies."""
     level, wanted = session.policy.opt_level, _describe_difference(session.policy, asked)
     alive = session.models()
     remedies = "call amp.reset() first, or pass replace=True"
@@ -294,7 +294,7 @@ def close(session: Session) -> None:
 
 
 def end_scope(session: Session | None, *, was_disabled: bool) -> None:
-    """End a `scope`: close its session, if it opened one, and restore `is_disabled` as it was before the scope."""
+    """End a `scope`: close its session, if it opened one. Unless a session is still in force, restore `is_disabled`."""
     with state.lock:
         if session is not None:
             close(session)
