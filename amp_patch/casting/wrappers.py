@@ -311,7 +311,7 @@ class OpCasts:
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
         """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. The mode decides the
-        dtype, and not the list. A call with `out`, or with another `out_dtype` than that, runs as it was written.
+        dtype, and not the list. A call with `out`, or with an `out_dtype` other than this dtype, runs as written.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
         result_dtype = kwargs.get("out_dtype") or target

@@ -57,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print the table and write the files. Return 0, or 1 if a run failed, or 130 after Ctrl-C."""
+    """Run the script, print the table and write the files. Return 0, or 1 if a run failed, or 130 after Ctrl-C.
+
+    If no run took a step, raises SessionError, or KeyboardInterrupt after Ctrl-C.
+    """
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
@@ -87,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
-    """Make the runs, print and write the results, and return the exit code. After Ctrl-C, the results so far."""
+    """Make the runs, print and write the results, and return the exit code. Ctrl-C ends the runs early."""
     prefix, is_interrupted = arguments.parser.prog, False
     try:
         campaign.run()
