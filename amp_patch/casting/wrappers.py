@@ -2,7 +2,8 @@
 
 The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. Given a call of the op,
 `prepare` returns the function to call, and the cast arguments. As under torch.autocast, a call with `out=` casts no
-arguments. Neither does a call that passes a dtype to a blacklisted op.
+arguments. Neither does a call that passes a dtype to a blacklisted op. A *region* is a part of one thread's run, in
+which a mode such as FLOAT32 says how ops cast (see the module `mode`).
 """
 
 from collections.abc import Mapping, Sequence
