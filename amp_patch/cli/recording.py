@@ -53,7 +53,7 @@ _SPAWN = "torch.multiprocessing.spawn"
 
 @runtime_checkable
 class Explaining(Protocol):
-    """A probe that explains exceptions."""
+    """A probe that can explain exceptions: it records which dtypes, or which use of a GradScaler, caused one."""
 
     def note_raised(self, error: BaseException) -> object:
         """Explain an exception that ends a process of the script."""

@@ -43,8 +43,9 @@ class WatchedRun(NamedTuple):
     """The result of a run of a script.
 
     Attributes:
-        code: the exit code of the script; 0 if the command ended it; -SIGINT after Ctrl-C or SIGTERM. If it is 0 on the
-            first rank of a machine, the code of the lowest of the machine's ranks whose script failed.
+        code: the exit code of the script; 0 if the command ended it; -SIGINT after Ctrl-C or SIGTERM. Under a
+            launcher, if this is 0 for the machine's first rank, but the scripts of other ranks on the machine failed,
+            then the code of the lowest of these ranks.
         steps, recordings: the number of steps and the recording of each process that wrote a recording, in the order of
             their ranks.
         was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
