@@ -1,7 +1,8 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`. For each of the --runs, one run with each seed measures losses and
-times. Another one measures layers, which makes steps slower.
+The script runs unmodified, as under `amp-patch run`: for each of the --runs, once from each seed to measure losses and
+times, and once more from the first seed to measure layers, which makes steps slower. Further runs of the reference show
+how much of a difference is noise, and what the training has learned (see `insight.comparing.campaign`).
 """
 
 import argparse
