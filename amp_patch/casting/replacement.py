@@ -28,7 +28,7 @@ PreparedCall = tuple[OpFunction, Sequence[Any], dict[str, Any]]
 """A function, its positional arguments and its keyword arguments."""
 
 PrepareCall = Callable[[tuple[Any, ...], dict[str, Any], Mode], PreparedCall]
-"""Takes the arguments of a call of an op, and the mode: any but OFF. Returns the call to make instead, for example
+"""Takes the arguments of a call of an op, and any `Mode` but OFF. Returns the call to make instead, for example
 of the same op with cast arguments."""
 
 NEVER_SKIP = object()
@@ -44,11 +44,11 @@ def replace(
 ) -> OpFunction:
     """Return the replacement of `original`.
 
-    It calls an override if there is one, and `original` while ops cast nothing here. Otherwise it makes the call that
-    `prepare` returns.
+    It calls an override if there is one (under Dynamo, it leaves this to Dynamo). It calls `original` while ops cast
+    nothing here, and where `skip_dtype` says so. Otherwise it makes the call that `prepare` returns.
 
     Args:
-        switch: says whether ops cast in the calling thread, and in which mode.
+        switch: says whether ops cast in the calling thread, and in which `Mode`.
         public: finds and calls overrides.
         skip_dtype: in mode BY_LISTS, call `original` without `prepare` if all tensors of a call have this dtype, and no
             argument is a list or tuple that could hold tensors. None: if all tensors have the same dtype,
@@ -87,7 +87,7 @@ def replace(
 
 
 def run_in_region(original: OpFunction, mode: Mode, switch: Switch | ModuleRulesSwitch) -> OpFunction:
-    """Return a function that runs `original`, and all that it calls, in a region of that mode."""
+    """Return a function that runs `original`, and all that it calls, in a region of `mode` (see `mode.Switch`)."""
 
     def in_region(*args: Any, **kwargs: Any) -> Any:
         with switch.region(mode):

@@ -132,12 +132,12 @@ def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, .
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     It looks into lists, tuples, named tuples, sets, dataclasses and mappings, and into those inside them. A container
-    in which no tensor changes is returned itself, so that a model can still fill a container of its caller. Otherwise:
+    in which no tensor changes is returned itself, so that a model can still fill a container of its caller. But a
+    generator always becomes a new generator, which yields the cast items. If a tensor changes:
 
     * A list, mutable mapping or dataclass is copied, and the copy gets the cast items.
     * For a tuple, set or immutable mapping, its class is called with the cast items.
     * If that fails, a list, tuple or set is returned as it is, and the error of a mapping or dataclass is raised.
-    * A generator becomes a generator of cast items.
 
     All other objects, such as modules, arrays and text, are returned as they are. With another `kind`, objects of that
     class are replaced instead of tensors.

@@ -23,6 +23,8 @@ What happens to a copy whose entry is not valid any more depends on the device:
 * On a CPU, invalid copies are dropped, because a new copy is in the CPU's own caches: with refreshed copies, a step of
   a small transformer took 5 % longer. Valid copies are also dropped when an outermost `scale_loss` block begins, unless
   it is delayed. From then on only the graph holds them, so the backward pass can free each after its last use.
+
+Copies for products in float32, and the copies of a `RegionCache`, are dropped on every device, and never refreshed.
 """
 
 import contextlib

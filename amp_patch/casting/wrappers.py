@@ -2,7 +2,8 @@
 
 The method of a rule, such as `_whitelist`, takes an op and returns a function `prepare`. Given a call of the op,
 `prepare` returns the function to call, and the cast arguments. As under torch.autocast, a call with `out=` casts no
-arguments. Neither does a call that passes a dtype to a blacklisted op.
+arguments. Neither does a call that passes a dtype to a blacklisted op. A *region* is a part of one thread's run, in
+which a mode such as FLOAT32 says how ops cast (see the module `mode`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -311,7 +312,7 @@ class OpCasts:
         self, original: OpFunction, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode
     ) -> PreparedCall:
         """Prepare a call of a whitelisted or blacklisted op in a region of mode LOW or FLOAT32. The mode decides the
-        dtype, and not the list. A call with `out`, or with another `out_dtype` than that, runs as it was written.
+        dtype, and not the list. A call with `out`, or with an `out_dtype` other than this dtype, runs as written.
         """
         target = float32 if mode is Mode.FLOAT32 else self.low
         result_dtype = kwargs.get("out_dtype") or target

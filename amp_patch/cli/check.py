@@ -188,7 +188,9 @@ def _from_folder(name: str, folder: Path) -> str:
 
 
 def _measure(arguments: argparse.Namespace, question: "Question", *, is_new: bool) -> "Contract":
-    """Run the script, and return its numbers as a contract. A new contract also gets bands, from several runs."""
+    """Run the script, and return its numbers as a contract. If `is_new`, the contract also has *bands*: how far the
+    numbers of a later run may differ. They come from several runs.
+    """
     from ..insight.checking import Measurer
 
     prefix = arguments.parser.prog

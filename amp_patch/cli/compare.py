@@ -1,7 +1,8 @@
 """`amp-patch compare`: runs a script at several levels, and compares losses, time, memory, gradients and layers.
 
-The script runs unmodified, as under `amp-patch run`. For each of the --runs, one run with each seed measures losses and
-times. Another one measures layers, which makes steps slower.
+The script runs unmodified, as under `amp-patch run`: for each of the --runs, once from each seed to measure losses and
+times, and once more from the first seed to measure layers, which makes steps slower. Further runs of the reference show
+how much of a difference is noise, and what the training has learned (see `insight.comparing.campaign`).
 """
 
 import argparse
@@ -57,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script, print the table and write the files. Return 0, or 1 if a run failed, or 130 after Ctrl-C."""
+    """Run the script, print the table and write the files. Return 0, or 1 if a run failed, or 130 after Ctrl-C.
+
+    If no run took a step, raises SessionError, or KeyboardInterrupt after Ctrl-C.
+    """
     from ..insight.comparing import Campaign, plan_runs
 
     if arguments.opt_level is not None:
@@ -87,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(campaign: "Campaign", arguments: argparse.Namespace) -> int:
-    """Make the runs, print and write the results, and return the exit code. After Ctrl-C, the results so far."""
+    """Make the runs, print and write the results, and return the exit code. Ctrl-C ends the runs early."""
     prefix, is_interrupted = arguments.parser.prog, False
     try:
         campaign.run()

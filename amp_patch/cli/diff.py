@@ -1,4 +1,7 @@
-"""`amp-patch diff`: compares two contracts, or two recordings of `explain`, `trace` or `compare`."""
+"""`amp-patch diff`: compares two contracts, two recordings of `explain`, or two of `compare`.
+
+A contract and a recording of `explain` can also be compared, by their ops.
+"""
 
 import argparse
 from pathlib import Path

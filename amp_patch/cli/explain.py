@@ -112,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_ops(watched: WatchedRun, first: int, last: int) -> None:
-    """Raise SessionError, with the reason, unless there is an op of the first process or an explained exception."""
+    """Raise SessionError, with the reason, if there is nothing to print: the first process recorded no op, and no
+    process recorded an exception that it explains (`Recording.raised`).
+    """
     code, recordings = watched.code, watched.recordings
     has_ops = bool(recordings) and bool(recordings[0].ops)
     if has_ops or any(recording.raised for recording in recordings):

@@ -1,5 +1,5 @@
 """The part of a command that runs in the process of its script. It applies op lists to torch.autocast, and
-from the first session on, it records the run with a probe (`insight.runs.Probe`).
+from the first session (see `session.Session`) on, it records the run with a probe (`insight.runs.Probe`).
 
 `sitecustomize` imports this module when Python starts, so the module must not import torch before the script does.
 """
@@ -53,7 +53,7 @@ _SPAWN = "torch.multiprocessing.spawn"
 
 @runtime_checkable
 class Explaining(Protocol):
-    """A probe that explains exceptions."""
+    """A probe that can explain exceptions: it records which dtypes, or which use of a GradScaler, caused one."""
 
     def note_raised(self, error: BaseException) -> object:
         """Explain an exception that ends a process of the script."""

@@ -136,8 +136,8 @@ def check_everywhere(parser: argparse.ArgumentParser, opt_level: str | None, lis
 def _find_options_behind(command: list[str]) -> list[str]:
     """Return options after the script that the user probably meant for this command.
 
-    --opt-level and --everywhere may be options of the script, as in many scripts for Apex. So they are left out if the
-    script's source contains their name or "argv".
+    --opt-level and --everywhere may be options of the script, as in many scripts for Apex. So each is returned only if
+    the script is a file, and its source contains neither the option's name nor "argv".
     """
     given = {argument.partition("=")[0] for argument in command}
     misplaced = []

@@ -43,7 +43,9 @@ class WatchedRun(NamedTuple):
     """The result of a run of a script.
 
     Attributes:
-        code: the exit code of the script; 0 if the command ended it; -SIGINT after Ctrl-C or SIGTERM.
+        code: the exit code of the script; 0 if the command ended it; -SIGINT after Ctrl-C or SIGTERM. Under a
+            launcher, if this is 0 for the machine's first rank, but the scripts of other ranks on the machine failed,
+            then the code of the lowest of these ranks.
         steps, recordings: the number of steps and the recording of each process that wrote a recording, in the order of
             their ranks.
         was_widened: whether the script was widened (got float32 where it asked for 16 bits), and failed.
@@ -194,8 +196,10 @@ class ScriptRunner:
     def watch(self, run: "Run", until: "Callable[[Recording], bool]" = lambda recording: False) -> WatchedRun:
         """Run the script, and end it soon after `until` returns True for the recording of a process.
 
-        Under a launcher, only the first rank returns; the others end their processes. Raises NoRegionError if the
-        script trained, but never entered mixed precision that the command could change.
+        Under a launcher, end it also once the script of another rank of this machine has failed. Only the first rank of
+        the machine returns; the others end their processes.
+
+        Raises NoRegionError if the script trained, but never entered mixed precision that the command could change.
         """
         ranks = find_ranks()
         run_folder = tempfile.TemporaryDirectory(prefix="amp-patch-") if ranks is None else ranks.meet()
@@ -254,7 +258,9 @@ class ScriptRunner:
         return WatchedRun(code, steps, recordings, was_widened)
 
     def _read_output(self, folder: str, log: Path | None) -> None:
-        """Keep the error or the last output of the script. Report a usage error if it cannot run with these options.
+        """Store the traceback of the script, or else its last output, in `_last_output`.
+
+        Report a usage error if the script cannot run with the options of the command line.
 
         Args:
             log: the file with the output, or None.

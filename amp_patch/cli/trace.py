@@ -1,8 +1,9 @@
 """`amp-patch trace`: finds the first value of a script that does not fit into its dtype (a *fault*), the op that made
 it, the reason, and a remedy.
 
-The script runs unmodified, as under `amp-patch run`, until the step with the first fault has ended, or to its own end.
-With `--fix`, it then runs again with a repair, such as a list against the fault, to see whether the repair is enough.
+The script runs unmodified, as under `amp-patch run`, until the step with the first fault has ended, the last of the
+--steps has ended, or the script ends by itself. With `--fix`, it then runs again with a repair, such as a list against
+the fault, to see whether the repair is enough.
 """
 
 import argparse

@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tune, and write or print the list.
 
-    Return 0 if `TuneResult.is_reached`, otherwise 1.
+    Return 0 if the result met the tolerance and passed its traced runs (see `TuneResult.is_reached`). Otherwise
+    return 1.
 
     After Ctrl-C, write or print the best list so far, if there is one, and return 130. Ctrl-C in the run in float32
     raises KeyboardInterrupt.

@@ -34,7 +34,7 @@ _MODULES = ("explain", "levels", "list_names", "op_arguments", "op_lists", "op_n
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name; its module is imported at the first use of the name.
+    """Return an exported module or object. It is imported when it is first used.
 
     Most modules of this package import torch. Commands that need only the names of lists and levels do not.
     """

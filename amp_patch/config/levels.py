@@ -89,7 +89,7 @@ def find_master_level(low: str) -> Level:
 
 
 def _merge(name: str, levels: Mapping[str, Node]) -> dict[str, Any]:
-    """Return the properties of a level, also the ones from the level that it extends. Scalars are text."""
+    """Return the properties of a level, also the ones from the level that it extends. Numbers and booleans are text."""
     stated = levels[name].value
     assert isinstance(stated, dict)
     properties = {key: node.value for key, node in stated.items()}

@@ -149,7 +149,7 @@ def is_op_list(root: Node) -> bool:
 
 
 def read_keys(root: Node, path: Path, diagnostics: Diagnostics) -> dict[str, Node]:
-    """Return the values of a list file by key. Raises an error for a presets file."""
+    """Return the values of a list file by key. Raises OpListError for a presets file, or as `check_keys` does."""
     assert isinstance(root.value, dict)
     if root.value and all(key not in KEYS and isinstance(node.value, dict) for key, node in root.value.items()):
         problem = (
@@ -175,7 +175,7 @@ def check_keys(node: Node, allowed: tuple[str, ...], path: Path, diagnostics: Di
 
 
 def read_text(node: Node, path: Path, meaning: str) -> str:
-    """Return the text of a scalar. Raises OpListError for a list or a mapping.
+    """Return the text of a YAML node. Raises OpListError for a list or a mapping.
 
     `meaning` says what the text is, such as "run" or "an entry of whitelist". Errors begin with it.
     """
@@ -186,7 +186,7 @@ def read_text(node: Node, path: Path, meaning: str) -> str:
 
 
 def read_choice(node: Node, path: Path, meaning: str, allowed: tuple[str, ...]) -> str:
-    """Return the text of a scalar. Raises OpListError unless it is one of the allowed words."""
+    """Return the text of a YAML node. Raises OpListError unless it is one of the allowed words."""
     text = read_text(node, path, meaning)
     if text not in allowed:
         problem = f"{meaning} is {text!r}; allowed are {', '.join(allowed)}.{did_you_mean(text, allowed)}"
@@ -202,7 +202,8 @@ def is_null(node: Node | None) -> bool:
 def get_items(node: Node | None, path: Path, key: str) -> list[Node]:
     """Return the items of the list under a key: none if the key is missing or empty.
 
-    Under `extends`, a single name without brackets is a list of one item.
+    Under `extends`, a single name without brackets is a list of one item. Under any other key, a value
+    that is no list raises OpListError.
     """
     if node is None or (node.value == "" and not node.quoted):
         return []
@@ -389,7 +390,7 @@ def _read_name(node: Node, rule: OpRule, path: Path) -> str:
     name = read_text(node, path, f"an entry of {rule}")
     if "::" in name:
         # The user may have named a kernel, such as aten::mm. As aten.mm, the name has a valid form. Later,
-        # `refuse_kernel` raises an error that says which function to name instead.
+        # `op_names.refuse_kernel` raises an error that says which function to name instead.
         name = name.replace("::", ".")
     if not NAME.fullmatch(name):
         # a missing space turns a mapping into text: `{op:softmax}` holds the text `op:softmax`

@@ -52,7 +52,7 @@ class ModuleRule:
     def chooses(self, name: str, module: nn.Module) -> bool:
         """Return whether the rule chooses this module. (It covers the modules inside, whether it chooses them or not.)
 
-        `name` is the qualified name of the module, such as "encoder.0.norm"; "" for the model.
+        `name` is the qualified name of the module, such as "encoder.0.norm"; "" for the model itself.
         """
         if self.pattern is None:
             chosen = _find_value(_split(self.chooser))

@@ -58,8 +58,8 @@ class Spelling:
         owner: the module or class that has the function; None while its package is not imported.
         owner_name: the dotted name of the owner, such as "torch.Tensor".
         name: the name of the function there, such as "exp".
-        rule: the rule that the function follows. If it writes to its first argument (`exp_`), this may be another rule
-            than that of the entry: see `_find_rule`.
+        rule: the rule that the function follows. For a function that writes to its first argument (`exp_`), it may
+            differ from the rule of the entry: see `_find_rule`.
         entry: the entry of a list that puts the function under a rule.
         overridden: the entries of earlier files for the same function, the earliest first.
     """

@@ -50,8 +50,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
         op: a name as in a list file, such as "exp", "torch.fft.rfft" or "F.softmax".
         may_be_missing: return an empty dict, and raise no error, if torch or an imported package lacks the op.
 
-    Raises OpListError, without a location, if the op is missing and may not be. A name to which no rule can apply also
-    raises it, except some with `may_be_missing`.
+    Raises OpListError, without a location, if the op is missing and may not be, and for a name to which no rule can
+    apply. With `may_be_missing`, some of the latter names give an empty dict instead, such as `LayerNorm`.
     """
     first, dot, rest = op.partition(".")
     refuse_kernel(op)

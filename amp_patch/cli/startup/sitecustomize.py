@@ -22,7 +22,8 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 def _start():  # type: () -> None
     """Set up this Python for the command that started it, directly or through the script.
 
-    Do nothing in a Python that no command of amp-patch started, and in one that is too old for this package.
+    Do nothing in a Python that neither a command of amp-patch nor its script started, in one that is too old for this
+    package, and in one of another installation that lacks this package.
     """
     settings = json.loads(os.environ.get("AMP_PATCH_RUN", "null"))
     if settings is None or sys.version_info < (3, 11):
