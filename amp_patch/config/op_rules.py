@@ -172,7 +172,7 @@ class OpRule(StrEnum):
         return bool(self._effects)
 
     def describe(self, like: str = "") -> str:
-        """Return the name of the rule, with the argument that an entry names, such as "match v"."""
+        """Return the name of the rule. If the rule has `takes_argument`, `like` follows the name: "match v"."""
         if like and self.takes_argument:
             return f"{self} {like}"
         return str(self)

@@ -258,7 +258,7 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return a list with a finding if `import apex` would import neither NVIDIA's package nor amp_patch's; else []."""
+    """Return a finding if `import apex` would import a package that is neither NVIDIA's nor amp_patch's; else []."""
     apex = find_apex()
     if apex.kind != "other":
         return []

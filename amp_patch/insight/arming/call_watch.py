@@ -109,7 +109,7 @@ class CallWatch:
                 self._local.depth += 1
 
     def stop(self) -> None:
-        """Undo `start`. Harmless twice."""
+        """Undo `start`, and clear the tape. Harmless twice."""
         self._undo.close()
         self._models.clear()
         self._tape.clear()
