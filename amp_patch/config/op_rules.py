@@ -19,7 +19,7 @@ class _Row:
     """The properties of a rule, from which `OpRule` makes a member. `OpRule` describes most of them.
 
     `effects` says what the rule does to a tensor argument, by the dtype of the argument. It leaves out dtypes that the
-    rule does not change. `{low}` stands for the low dtype, and `{like}` for the name of the argument that decides.
+    rule does not change. `{low}` stands for the low dtype, and `{like}` for the argument whose dtype is taken.
     """
 
     name: str

@@ -258,7 +258,7 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return a finding if `import apex` would import a package that is neither NVIDIA's nor amp_patch's; else []."""
+    """Return a list with one finding if `import apex` finds a package of another project; else an empty list."""
     apex = find_apex()
     if apex.kind != "other":
         return []
