@@ -176,7 +176,10 @@ class Advice(NamedTuple):
 
 
 def get_advice(device_type: str = "") -> Advice:
-    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu"."""
+    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu".
+
+    Raises StopIteration if there is no device of that type.
+    """
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
