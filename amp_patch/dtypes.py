@@ -36,7 +36,7 @@ _BY_NAME = {
 }
 
 DTYPE_WORDS = tuple(_BY_NAME)
-"""The names that users may give for a dtype."""
+"""The names that users may give for a dtype, also with `torch.` in front."""
 
 TensorCast = Callable[[Tensor], Tensor]
 

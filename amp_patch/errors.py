@@ -150,8 +150,9 @@ def did_you_mean(word: object, allowed: Iterable[str], *, prefix: str = "", cuto
     """Return ` Did you mean 'x'?` with the allowed words that `word` may mean, to append to an error.
 
     Returns an empty string if no allowed word is similar, if `word` itself would be suggested, or if `word` is not
-    text. Case does not matter, nor do spaces, hyphens and underscores inside a word. If the module `synonyms` knows an
-    allowed word for `word`, that is suggested, and not a word with a similar spelling.
+    text or has more than `MAX_WORD` letters. Case does not matter, nor do spaces, hyphens and underscores inside a
+    word. If the module `synonyms` knows an allowed word for `word`, that is suggested, and not a word with a similar
+    spelling.
 
     Args:
         prefix: put before each suggested word.
@@ -193,7 +194,7 @@ MAX_WORD = 100
 
 
 def find_meant(word: str, allowed: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
-    """Return the allowed words that a word may mean, as `did_you_mean` suggests them."""
+    """Return the allowed words that a word may mean, as `did_you_mean` suggests them; empty if there are none."""
     if len(word) > MAX_WORD:
         return ()
     by_folded: dict[str, str] = {}

@@ -19,7 +19,7 @@ class _Row:
     """The properties of a rule, from which `OpRule` makes a member. `OpRule` describes most of them.
 
     `effects` says what the rule does to a tensor argument, by the dtype of the argument. It leaves out dtypes that the
-    rule does not change. `{low}` stands for the low dtype, and `{like}` for the name of the argument that decides.
+    rule does not change. `{low}` stands for the low dtype, and `{like}` for the argument whose dtype is taken.
     """
 
     name: str
@@ -172,7 +172,7 @@ class OpRule(StrEnum):
         return bool(self._effects)
 
     def describe(self, like: str = "") -> str:
-        """Return the name of the rule, with the argument that an entry names, such as "match v"."""
+        """Return the name of the rule. If the rule has `takes_argument`, `like` follows the name: "match v"."""
         if like and self.takes_argument:
             return f"{self} {like}"
         return str(self)

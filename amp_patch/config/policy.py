@@ -117,7 +117,8 @@ class DynamicScale:
 def parse_loss_scale(value: object) -> float | DynamicScale:
     """Return a static scale as a float, or the settings of a dynamic scale. "dynamic" means all defaults.
 
-    Raises PolicyError for anything else than a finite positive number, "dynamic" or a mapping of settings.
+    Accepts a finite positive number (also as text), "dynamic", a mapping of settings, and a `DynamicScale`. Raises
+    PolicyError for any other value, and for a mapping that `DynamicScale.read` refuses.
     """
     if isinstance(value, DynamicScale):
         return value

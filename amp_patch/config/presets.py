@@ -180,7 +180,7 @@ def _get_mapping(path: Path, node: Node) -> Mapping[str, Node]:
 def _parse_properties(path: Path, level: Node, entries: Mapping[str, Node]) -> dict[str, Any]:
     """Return the values of the properties in `entries`, the mapping in the node `level` without `extends`."""
     parsers = Policy.get_preset_properties()
-    # `null` stands for a default that is None or empty, so it is an error for `loss_scale` and `compute`
+    # `null` stands for a default that is None, empty or False, so it is an error for `loss_scale` and `compute`
     may_be_null = {declared.name for declared in fields(Policy) if not declared.default}
     result: dict[str, Any] = {}
     for name, node in entries.items():

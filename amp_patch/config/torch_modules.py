@@ -47,8 +47,9 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
         owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
         name: the function in it, such as "flex_attention".
 
-    Raises LookupError if torch has no such module or function, and OpListError if the function is not an op. Of a
-    module that is not imported yet, every function counts as an op.
+    Raises LookupError if torch has no such module or function. Raises OpListError if the name is not that of an op: it
+    may be a class, or in a module that is private or in `_TOPICS`. Of any other module that is not imported yet, every
+    function counts as an op.
     """
     _check_module(op, owner_name)
     module: Any = torch

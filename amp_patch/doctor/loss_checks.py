@@ -123,8 +123,8 @@ def logged_scaled_losses(script: Script) -> Iterator[Fault]:
 def _find_logged(script: Script, name: ast.Name) -> ast.AST | None:
     """Return the expression that logs a scaled loss, such as `scaled_loss.item()`.
 
-    Returns None if the loss is not logged, is logged under a name with "scale", or is an operand, as in
-    `scaled_loss / scale`.
+    Returns None if the loss is not logged, if a string in the statement contains "scale", or if the loss is an operand,
+    as in `scaled_loss / scale`.
     """
     for node in ast.walk(script.parent_statement(name)):
         if isinstance(node, ast.Constant) and "scale" in str(node.value).lower():

@@ -176,7 +176,10 @@ class Advice(NamedTuple):
 
 
 def get_advice(device_type: str = "") -> Advice:
-    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu"."""
+    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu".
+
+    Raises StopIteration if there is no device of that type.
+    """
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
@@ -258,7 +261,7 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return a list with a finding if `import apex` would import neither NVIDIA's package nor amp_patch's; else []."""
+    """Return a list with one finding if `import apex` finds a package of another project; else an empty list."""
     apex = find_apex()
     if apex.kind != "other":
         return []

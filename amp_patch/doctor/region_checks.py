@@ -422,8 +422,8 @@ def _find_assigned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> It
 
 
 def _find_returned_outputs(script: Script, body: ast.With | ast.AsyncWith) -> Iterator[str]:
-    """Yield the names to which code outside of the region's function assigns its result, if the region ends with a
-    return such as `return model(...)`.
+    """Yield the names to which code outside of the region's function assigns the result of that function, if the region
+    ends with a return such as `return model(...)`.
     """
     function, last = script.frame(body), body.body[-1]
     returned = last.value if isinstance(last, ast.Return) else None

@@ -9,7 +9,7 @@ from .recordings import Recording
 from .records import CurveRecord
 
 _FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of the loss
-_SHARE = 0.2  # the last losses may differ by this much more: a share of the range of the losses in float32
+_SHARE = 0.2  # the last losses may differ by `_FIRST`, plus this share of the range of the losses in float32
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:
@@ -23,7 +23,10 @@ def describe_losses(curve: CurveRecord) -> str:
 
 
 def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
-    """Return how a run differs from the run in float32 by more than rounding explains; "" if it does not.
+    """Return how the losses of `repaired` disagree with those of `plain`, the run in float32; "" if they agree.
+
+    They disagree if they differ by more than rounding explains. Missing losses, a loss that is inf or NaN, and a run
+    that skips all steps count as disagreement, too.
 
     The more steps a run skips while the loss scale comes down, the more its last losses may differ.
     """

@@ -1,1 +1,1 @@
-"""Repeats a step that goes wrong under a tracer, and costs almost nothing before."""
+"""If a step goes wrong, repeats it under a tracer. Until then, it costs almost nothing."""

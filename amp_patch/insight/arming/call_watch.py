@@ -59,7 +59,8 @@ class _ThreadState(threading.local):
 class CallWatch:
     """Watches calls of models by hooks, calls of torch's functions between them by `_Mode`, and `backward` by a patch.
 
-    `_Mode` is on from the end of a call of a model to the next call of a model, `backward` or step.
+    `_Mode` is on from the end of a call of a model to the next call of a model, `backward` or step. It is not turned on
+    while a mode of the script is on.
 
     Args:
         tape: where the calls are written.
@@ -109,7 +110,7 @@ class CallWatch:
                 self._local.depth += 1
 
     def stop(self) -> None:
-        """Undo `start`. Harmless twice."""
+        """Undo `start`, and clear the tape. Harmless twice."""
         self._undo.close()
         self._models.clear()
         self._tape.clear()
