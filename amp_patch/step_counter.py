@@ -5,10 +5,11 @@ from typing import Any
 
 
 class StepCounter:
-    """Counts the steps of one optimizer: the first that steps. So in a GAN, one step of each optimizer counts as one.
+    """Counts the steps of the optimizer that steps first, and of no other. In a GAN, a step of the discriminator and a
+    step of the generator so count as one.
 
-    If that optimizer has been freed, or if another one takes two steps while it takes none, another training has begun.
-    From then on, the steps of the other optimizer count.
+    If the counted optimizer has been freed, the steps of the next optimizer that steps count. If another optimizer
+    takes two steps while the counted one takes none, the steps of this other one count from the second on.
     """
 
     def __init__(self) -> None:

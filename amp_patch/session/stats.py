@@ -18,8 +18,9 @@ class Stats:
         low_dtype: the 16-bit dtype of the level. None at a level without one, or without a session.
         names_patched: the number of names that hold a replacement, such as `torch.matmul`, and of references to the
             same functions in other modules and models.
-        parameters_low: the number of elements in the bound models' parameters of 16 bits. Tied weights count once.
-        parameters_float32: the same of float32.
+        parameters_low: the number of elements of the 16-bit parameters of the session's models. Tied weights count
+            once.
+        parameters_float32: the number of elements of their float32 parameters.
         steps: the number of steps that all optimizers that are still alive have taken together. In a session of
             `amp_patch.native`, optimizers that were freed count, too.
         steps_skipped: the number of steps that these optimizers have skipped.

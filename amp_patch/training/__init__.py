@@ -8,10 +8,11 @@ two. `step()` does the work of the other two, in the opposite order:
     scaler.step(optimizer)           # optimizer.py: OptimizerBinding._take_or_skip
     scaler.update()                  # scale_updates.py: ScaleUpdates.update
 
-A block multiplies the gradients of parameters by the scale, and backward adds to them. The end of the block divides
-them by the scale, checks the gradients of its optimizers, and moves gradients of 16-bit parameters to their masters: it
-adds them to the masters' gradients, and sets the parameters' to None. A step, taken or skipped, drops the gradients of
-masters, unless another optimizer has yet to step on them. Other gradients stay until `zero_grad`.
+A block first multiplies the gradients that parameters already have by the scale, so that backward can add to them. The
+end of the block divides them by the scale, checks the gradients of its optimizers, and moves gradients of 16-bit
+parameters to their masters: it adds them to the masters' gradients, and sets the parameters' to None. A step, taken or
+skipped, drops the gradients of masters, unless another optimizer has yet to step on them. Other gradients stay until
+`zero_grad`.
 
 A check for inf and NaN gives a flag, `found_inf`. Between two steps, an optimizer is in one of three states (`OptState`
 in overflow_flags.py). A flag lasts until a step, or until all gradients of the optimizer are zeroed:

@@ -96,7 +96,7 @@ class Bfloat16States:
     def open(self, parameters: Iterable[Any], *, is_private: bool = False) -> None:
         """Replace the bfloat16 states of parameters by their float32 values.
 
-        `is_private`: whether nobody but an optimizer uses these values until `close`.
+        `is_private`: whether no code of the script reads these values until `close`.
         """
         states = self._get_states()
         opened: list[tuple[dict[str, Any], str]] = []

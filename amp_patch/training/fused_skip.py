@@ -82,8 +82,8 @@ def evaluates_closure_first(step: Callable[..., Any]) -> bool:
 
 
 def steps_separately(step: Callable[..., Any]) -> bool:
-    """Return whether a bound `step` updates each parameter by its own gradient and state alone, so that steps on parts
-    of the parameters are the whole step. True for most optimizers of torch.optim, and for subclasses that inherit
+    """Return whether a bound `step` updates each parameter by its own gradient and state alone. Such a step may be
+    taken in parts, a few parameters at a time. True for most optimizers of torch.optim, and for subclasses that inherit
     their `step`.
     """
     function = _get_function(step)

@@ -96,8 +96,8 @@ class GradientSums:
     def begin(self, block: Block) -> None:
         """Multiply the gradients of parameters by the scale of a block. Gradients of masters stay unscaled.
 
-        Raises SessionError inside a block of another scale. Also if another thread is in a block or a step, unless both
-        have no scale and there are no masters.
+        Raises SessionError inside a block with another scale. Raises it also while another thread is in a block or a
+        step, if there are masters or if one of the two blocks has a scale.
         """
         if self._open:
             for outer in self.open_blocks():
@@ -167,7 +167,10 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale gradients before a step, and check them (see `unscale_all`). Inside a block: only the optimizer's."""
+        """Unscale gradients before a step, and check them (see `unscale_all`). Inside a block: only the optimizer's.
+
+        Raises SessionError as `begin` does for other threads, or if an error has left gradients half unscaled.
+        """
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -272,15 +275,12 @@ class GradientSums:
         """Unscale all gradients that are reduced. Inside a block, the caller must scale them again.
 
         If they were scaled, check the gradients of the optimizers of waiting and open blocks, and report the flags of
-        waiting blocks.
+        waiting blocks. Raises SessionError if an error has left gradients half unscaled.
         """
         if self._change.is_half_done:
             self._raise_half_unscaled()
         scale = self._scale
-        ended: list[Block] = []
-        for block in self._waiting:
-            if block.scale is not None:
-                ended.append(block)
+        ended = [block for block in self._waiting if block.scale is not None]
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
         if scale is None and ended:  # they waited for a reduction, and all reduced gradients are unscaled already
@@ -428,9 +428,9 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Before a step, give unreduced gradients the scale of the reduced ones. With masters, raise an error."""
-        if not self.local.ids:
-            return
+        """Before a step, give unreduced gradients the scale of the reduced ones. Raises OptimizerError if the optimizer
+        has masters.
+        """
         local_ids = self.local.find_ids(flags.groups.model_parameters)
         if not local_ids:
             return

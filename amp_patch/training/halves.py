@@ -1,12 +1,13 @@
 """Splits float32 values into bfloat16 weights and the 16 bits that the weights lack, and joins them again.
 
-A weight is the upper half of its float32 value, rounded half away from zero. The low half is the lower 16 bits of the
-value, as int16. Read as int32, the value is `weight * 2**16 + low`: a low half is negative exactly where the weight was
-rounded away from zero. So `join(split(x)) == x`, bit for bit, except that a NaN may come back as another NaN. torch's
-own rounding goes half to even, and would lose the direction at a tie.
+A weight is its float32 value, rounded to bfloat16, and at a tie away from zero. The low half is the lower 16 bits of
+the value, as int16. With the bits of the value read as int32, and those of the weight as int16, the value is `weight *
+2**16 + low`. A low half is negative exactly where the weight was rounded away from zero. So `join(split(x)) == x`, bit
+for bit, except that a NaN may come back as another NaN. torch's own rounding goes half to even, and would lose the
+direction at a tie.
 
-After an edit of a weight, the low half stays, so the value is off by at most half the spacing of bfloat16. A weight of
-0 with a negative low half was edited. `join` returns 0 for it.
+If a script edits a weight, the low half stays, so `join` returns the edited weight with an error of at most half the
+spacing of bfloat16. A weight of 0 with a negative low half was edited: `join` returns 0 for it.
 """
 
 import math
@@ -29,7 +30,7 @@ _BLOCK = 2**24
 def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[Tensor]) -> None:
     """Write float32 values to their bfloat16 weights and int16 low halves, of the same shapes.
 
-    Values and low halves are on one device, and the low halves are dense. The values do not change, even if an
+    Values and low halves are on one device. The low halves have no gaps in memory. The values do not change, even if an
     interrupt ends the call.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -49,8 +50,10 @@ def split_(values: Sequence[Tensor], weights: Sequence[Tensor], lows: Sequence[T
 def join(weights: Sequence[Tensor], lows: Sequence[Tensor], room: Tensor | None = None) -> list[Tensor]:
     """Return the float32 values of weights and low halves, in the layout of the low halves.
 
-    The low halves are dense and on one device. `room`: a flat float32 tensor on this device, with at least as many
-    elements as all low halves. The values become views of it. None: allocate memory; small values share a block of it.
+    The low halves are on one device, and have no gaps in memory.
+
+    `room`: a flat float32 tensor on this device, with at least as many elements as all low halves. The values become
+    views of it. None: allocate memory; small values share a block of it.
     """
     joined: list[Tensor] = []
     start = 0
@@ -121,7 +124,7 @@ def _pick(tensors: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor]:
 
 
 def _cut(*row: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors of lists with one tensor each, or flat parts of them if they are large and have one layout."""
+    """Yield the only tensor of each list, all together. If they are large and have equal strides, yield flat parts."""
     tensors = [tensor for (tensor,) in row]
     low = tensors[-1]
     limit = _BLOCK_ON_CPU if low.is_cpu else _BLOCK
@@ -133,7 +136,7 @@ def _cut(*row: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _flatten(tensors: list[Tensor], layouts: Sequence[Tensor]) -> Tensor:
-    """Return a flat copy of tensors, each in the order in which its layout lies in memory."""
+    """Return a flat copy of tensors, each in the memory order of its tensor in `layouts`."""
     if all(layout.is_contiguous() for layout in layouts):
         return flatten_dense_tensors(tensors)
     flat = torch.empty(sum(map(Tensor.numel, layouts)), dtype=tensors[0].dtype, device=tensors[0].device)
@@ -142,7 +145,7 @@ def _flatten(tensors: list[Tensor], layouts: Sequence[Tensor]) -> Tensor:
 
 
 def _unflatten(flat: Tensor, layouts: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a flat tensor in the given layouts, one after another."""
+    """Return views of a flat tensor, one after another, with the shapes and strides of `layouts`."""
     if all(layout.is_contiguous() for layout in layouts):
         return list(unflatten_dense_tensors(flat, layouts))
     views: list[Tensor] = []

@@ -159,17 +159,17 @@ class LossScaler:
         return self.is_dynamic and self.min_loss_scale is None and self.known_scale <= lowest
 
     def loss_scale(self) -> float:
-        """Return the scale after the next update, as if a step came now. Waits for the device.
+        """Return the scale that an update would give now. Waits for the device.
 
-        Until then, further passes use `scale`. Where ranks decide together, this is `scale` itself.
+        Until the next update, losses are multiplied by `scale`. Where ranks decide together, this is `scale` itself.
         """
         return float(self._next_state()[0].item())
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Set the scale of the next losses, even if the scale is static.
 
-        The passes since the last update count as one step first, unless ranks decide together. Raises ValueError unless
-        float32 holds `loss_scale` as a finite positive number.
+        Unless ranks decide together, an update comes first: the passes since the last update count as one step.
+        Raises ValueError unless float32 holds `loss_scale` as a finite positive number.
         """
         if not 0 < round_to_float32(loss_scale) < math.inf:
             raise ValueError(f"loss_scale={loss_scale} must be finite and positive, in float32")

@@ -19,7 +19,7 @@ TRACE = "`amp-patch trace SCRIPT` (in a notebook `insight.trace(step)`)"
 """The command that finds where inf or NaN comes from."""
 
 CHECK_EVERY = 100
-"""At a static loss scale of 1, no block checks gradients. They are checked after each 100 steps, until a warning."""
+"""At a static loss scale of 1, no block checks gradients. Those of every 100th step are checked, until a warning."""
 
 WARN_AGAIN = 2.0**-24
 """After a warning that the scale has fallen, the next warning comes once the scale is smaller by this factor."""

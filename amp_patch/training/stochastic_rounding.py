@@ -75,8 +75,8 @@ class StochasticRounding:
         self.steps = steps
 
     def round_(self, values: Sequence[Tensor], rounded: Sequence[Tensor], positions: Sequence[int]) -> None:
-        """Write values (float32) to `rounded` (bfloat16, of the same shapes and strides). All are dense, and on one
-        device. A finite value stays finite, and inf and NaN stay what they are.
+        """Write values (float32) to `rounded` (bfloat16, of the same shapes and strides). All are on one
+        device, and have no gaps in memory. A finite value stays finite, and inf and NaN stay what they are.
 
         `positions`: the position of the first element of each tensor. The further elements follow it, and no two
         elements may have the same position in a step.
@@ -186,7 +186,7 @@ def _get_limit(tensor: Tensor) -> int:
 
 
 def _flatten(tensor: Tensor) -> Tensor:
-    """Return a flat view of a dense tensor, in the order in which it lies in memory."""
+    """Return a flat view of a tensor without gaps in memory, in its memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
