@@ -243,7 +243,7 @@ class Masters:
     def open(self, masters: Iterable[Tensor], *, is_private: bool = False) -> None:
         """Give split masters their float32 values, until `copy_to_parameters`.
 
-        `is_private`: whether nobody but an optimizer uses the values.
+        `is_private`: whether no code of the script uses the values before then.
         """
         if is_private:
             self._split.open_for_step(list(masters))

@@ -199,8 +199,8 @@ class RegionHooks:
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Cast the inputs and open the region. Do nothing if `kwargs` is None: torch then calls a hook that was removed
-        while the hooks of this call were running.
+        """Cast the inputs and open the region. Do nothing if `kwargs` is None: torch passes no `kwargs` to a hook that
+        was removed while the hooks of this call were running.
         """
         if kwargs is None:
             return None

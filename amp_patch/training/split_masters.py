@@ -101,7 +101,7 @@ class LowHalf:
 
     Attributes:
         parameter: the bfloat16 parameter, which is the upper half.
-        low: int16, dense, of the shape of the parameter.
+        low: int16, of the shape of the parameter, without gaps in memory.
         gradient: the gradient of the closed master if it is not in float32 yet, else None. It has the layout of `low`.
         written: a copy of the parameter from when the master was last written, or None.
         has_edits: whether `sync` has seen an edit of the parameter since `written` was copied.
@@ -175,7 +175,7 @@ class LowHalf:
 
 
 def can_split(parameter: Tensor) -> bool:
-    """Return whether a parameter can be the upper half of its master: a dense, plain bfloat16 tensor."""
+    """Return whether a parameter can be the upper half of its master: plain, bfloat16, without gaps in memory."""
     is_plain = type(parameter) in (Tensor, nn.Parameter) and parameter.layout is torch.strided
     if not is_plain or parameter.dtype is not torch.bfloat16:
         return False
@@ -228,7 +228,7 @@ def open_masters(masters: Iterable[Tensor], *, is_private: bool = False, room: T
     """Give closed masters their float32 values and gradients. Masters that are open stay as they are.
 
     Args:
-        is_private: whether nobody but an optimizer uses the values before they are written.
+        is_private: whether no code of the script uses the values before they are written to the parameters.
         room: memory for the values of private masters on a CPU. See `join`.
     """
     by_device: dict[torch.device, list[ClosedMaster]] = {}
