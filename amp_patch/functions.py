@@ -1,4 +1,5 @@
-"""Public functions that apply rules to the user's own functions, and functions that show the patches.
+"""Public functions that apply rules (see `config.OpRule`) to the user's own functions, and functions that show the
+patches of a session.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are. An argument may be a
 tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and other objects are not cast. The body
@@ -114,7 +115,7 @@ def _check_like(like: object, function: str) -> None:
 
 
 def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
-    """Return a wrapper that runs a function under a rule while a session patches functions, else as it is."""
+    """Return a wrapper that runs a function under a rule while a session patches functions, and unchanged otherwise."""
     if isinstance(function, staticmethod):
         return staticmethod(_decorate(function.__func__, rule, like))
     if isinstance(function, classmethod):

@@ -158,7 +158,9 @@ def _parse_number(value: object) -> float:
 
 
 COMPUTE = ("auto", "native", "float32")
-"""The values of the property `compute`, which says how products of 16-bit values are computed."""
+"""The values of the property `compute`, which says how products (matrix products, convolutions, ...) of 16-bit values
+are computed.
+"""
 
 
 def _parse_compute(value: object) -> str:
