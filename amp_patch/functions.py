@@ -58,7 +58,8 @@ def promote_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
     The widest of float16 and bfloat16 is float32. A call with a float64, float8 or complex argument casts nothing.
-    Tensors in lists, and tensors of integers, do not count.
+    Tensors in lists or tuples, and tensors of integers, do not count. If those that count have one dtype, nothing is
+    cast.
 
     Examples:
         >>> @amp.promote_function
@@ -72,18 +73,18 @@ def promote_function(function: Function) -> Function:
 
 
 def match_function(like: str) -> Callable[[Function], Function]:
-    """Decorator: while a session patches functions, cast the tensors of a function to the dtype of one argument.
+    """Decorator: while a session patches functions, cast a function's arguments to the dtype of one of them.
 
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
-    tensors that were passed. A call casts nothing if the argument is None, or a tensor whose dtype is not float16,
-    bfloat16 or float32.
+    tensors that were passed. A call casts nothing if the argument `like` is None, or a tensor whose dtype is not
+    float16, bfloat16 or float32. For a tensor of integers or bools, it may raise an error instead (see below).
 
     Args:
         like: the name of the argument.
 
     Raises ArgumentTypeError if `like` is not text, and OpListError if the function has no argument of this name. A call
-    of the function raises OpListError if the argument is neither None nor a tensor. It also raises it if the argument
-    is a tensor of integers or bools, and the other tensors have several of float16, bfloat16 and float32.
+    of the function raises OpListError if the argument `like` is neither None nor a tensor. It also raises OpListError
+    if this argument is a tensor of integers or bools, and the other tensors have several of the three dtypes.
 
     Examples:
         >>> @amp.match_function("value")

@@ -102,7 +102,7 @@ class Flow:
                 self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
-        """Return a 16-bit dtype that the expression `node` may have when the node `at` runs; None if there is none."""
+        """Return the verdict on the expression `node` when the node `at` runs; None if no 16-bit dtype is found."""
         origins = self._find_origins(node, at, 0)
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
@@ -230,8 +230,8 @@ class Flow:
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
         """Yield the values that an attribute such as `config.dtype` may have from a dataclass or an argument parser.
 
-        For `name="dtype"`, these are the values of a field `dtype: str = "bf16"` of a class, and the default of
-        `add_argument("--dtype", ...)`, followed by `_UNKNOWN`.
+        For `name="dtype"`, these are the values of a field `dtype: str = "bf16"` of a class (see `_find_field`), and
+        the default of `add_argument("--dtype", ...)`, followed by `_UNKNOWN`.
         """
         for outer in self._script.nodes:
             if isinstance(outer, ast.ClassDef):

@@ -171,7 +171,7 @@ class Tree:
     def _arms(self, node: ast.AST) -> Iterator[tuple[ast.AST, object]]:
         """Yield each `if`, `try` and `match` around a node, with its arm that holds the node.
 
-        An arm is the name of a field, such as "body", or the handler or `case` itself.
+        The arm is given as the name of a field, such as "body", or as the node of the handler or `case`.
         """
         child = node
         for outer, field in self.around(node):

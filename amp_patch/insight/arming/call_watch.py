@@ -122,7 +122,7 @@ class CallWatch:
         """End a step: the next call belongs to the next step."""
         self._tape.end()
         self._states.clear()
-        # `_leave` may not have done so: torch calls no hook of a module that a KeyboardInterrupt has ended
+        # `_leave` resets it, too, but torch calls no hook of a module that a KeyboardInterrupt has ended
         self._local.root = None
         self._root_hooks.end_step()
         self.leave()
@@ -170,7 +170,7 @@ class CallWatch:
             if session is not None and not compiling.is_traced():
                 is_known = module in self._models
                 self._begin_call(session, module, args, get_call_kwargs(frame))
-                # not in the first call of a model, in which the global hooks must run for its inner modules, too
+                # not in the first call of a model, in which the hook of `native.Takeover` must see its inner modules
                 if is_known:
                     self._root_hooks.begin(module)
 
