@@ -144,10 +144,10 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that adds
+    """Run `module.name` in the low dtype from the next session on, whatever the op lists say. An `initialize` that adds
     models to the session in force opens no session.
 
-    Has no effect at levels that patch no functions, such as O2.
+    Has no effect at opt_levels that patch no functions, such as O2.
 
     Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
     ArgumentValueError if `module` has no attribute of this name.
@@ -164,7 +164,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the lists say.
+    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the op lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -181,7 +181,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 def register_promote_function(module: Any, name: str) -> None:
     """Run `module.name` in the widest dtype of its arguments from the next session on (see `register_half_function`),
-    whatever the lists say.
+    whatever the op lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -198,7 +198,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def register_match_function(module: Any, name: str, like: str) -> None:
     """Cast the tensors of `module.name` to the dtype of its argument `like` from the next session on (see
-    `register_half_function`), whatever the lists say.
+    `register_half_function`), whatever the op lists say.
 
     Raises the errors of `register_half_function`, ArgumentTypeError if `like` is no text, and OpListError if the
     function has no argument of this name.

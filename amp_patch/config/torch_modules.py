@@ -43,7 +43,7 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
     """Return the module that has an op of torch, or None if that module exists and is not imported yet.
 
     Args:
-        op: the name as a list has it, for messages.
+        op: the name as an op list has it, for messages.
         owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
         name: the function in it, such as "flex_attention".
 

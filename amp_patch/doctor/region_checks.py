@@ -50,9 +50,9 @@ def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
     # the call may be a branch of `autocast(...) if use_amp else nullcontext()`
     choice = script.parent(call)
     values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
-    # region = autocast(...)
+    # `region = autocast(...)`, for a later `with region:`
     names = {assignment.target for assignment in script.assignments if assignment.value in values}
-    # def make_region(): return autocast(...)
+    # `def make_region(): return autocast(...)`, for a later `with make_region():`
     makers = set[str]()
     frame, statement = script.frame(call), script.parent_statement(call)
     if isinstance(frame, ast.FunctionDef) and isinstance(statement, ast.Return) and statement.value in values:

@@ -220,12 +220,12 @@ class ScalerFlow:
 
     @cached_property
     def zeroings(self) -> list[ast.Call]:
-        """The calls `zero_grad()`."""
+        """The calls `zero_grad()`, of optimizers and models."""
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
     def meets_scaled_gradients(self, node: ast.AST) -> bool:
-        """Return whether a node seems to run between a scaled backward pass and `scaler.step`, and before gradients are
-        unscaled.
+        """Return whether a node seems to run between a scaled backward pass and `scaler.step`, while gradients are
+        multiplied by the loss scale.
 
         Returns False if the node may belong to runs without a loss scale (see `may_be_without_scale`).
         """

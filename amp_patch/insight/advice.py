@@ -11,6 +11,8 @@ from .short_dtypes import spell_out
 
 _CELL = "Cell In["  # how IPython begins the place of a line
 _WHOLE_MODELS = {'match: "**"': "the model", 'match: "re:^$"': "each model"}
+"""Words for the elements of `Remedy.regions` that choose whole models."""
+
 _OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 

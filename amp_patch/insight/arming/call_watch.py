@@ -34,7 +34,9 @@ _DRAWS = (
     *("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "poisson", "cauchy"),
     *("geometric", "binomial", "standard_gamma", "dirichlet", "rrelu", "fractional_max_pool", "attention"),
 )
-_IN_BULK = ("_foreach_", "_amp_", "_fused_")
+"""Parts of the names of functions that may draw random numbers."""
+
+_IN_BULK = ("_foreach_", "_amp_", "_fused_")  # functions with these prefixes are not written
 _WITHOUT_TENSORS = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
 
