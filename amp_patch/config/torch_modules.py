@@ -1,4 +1,4 @@
-"""Finds ops in modules of torch that are not in `op_namespaces.NAMESPACES`: `torch.nn.attention.flex_attention`, ...
+"""Finds ops in modules of torch outside of `op_namespaces.NAMESPACES`, such as `torch.nn.attention.flex_attention`.
 
 `import torch` does not import all of these modules. Looking up an op imports none of them: for a module that is not
 imported yet, the definitions are read from its source file.

@@ -27,8 +27,7 @@ few new weights, such as LoRA's.
 """
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
-"""Fits the full names of classes that, by default, train a model by torch's AdamW, and keep the dtype of its weights.
-"""
+"""Fits the names of classes that, by default, train a model by torch's AdamW, and keep the dtype of its weights."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""

@@ -257,7 +257,7 @@ def _is_scaled_down(script: Script, node: ast.expr) -> bool:
 
 
 def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values that the function around the expression `node`, such as a name, assigns to it."""
+    """Return the values that are assigned to `node`, such as a name, in the function around it."""
     return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
 
 

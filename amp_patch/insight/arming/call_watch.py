@@ -1,7 +1,7 @@
 """`CallWatch`: writes the calls of a script onto a `Tape`, from which `replay` can repeat a step.
 
 These are the calls of models, of torch's functions between them, and of `backward`. Calls inside of models are not
-written.
+written. Losses are noted, too.
 """
 
 import functools
