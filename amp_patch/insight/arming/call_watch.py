@@ -260,7 +260,10 @@ class CallWatch:
         return zero_grad
 
     def note_function(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Write a call of a function of torch that has run, if it has made or changed a tensor."""
+        """Write a call of a function of torch that has run, if it has made or changed a tensor.
+
+        Casts by amp, and calls that the repetition of a step does not need, are left out.
+        """
         if self.is_paused or not self._local.is_following:
             return
         session = self._get_session()
