@@ -18,7 +18,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _LEVEL = re.compile("[o0]?([0-9])")
-"""Matches a word, after `_fold`, that means a level: "o1", "01" (with a zero for the letter O) or "1"."""
+"""Matches a word, after `_fold`, that means an opt_level: "o1", "01" (with a zero for the letter O) or "1"."""
 
 
 class AmpError(RuntimeError):
@@ -71,7 +71,7 @@ class OpListError(_Located, AmpError, ValueError):
 
 
 class ModelError(AmpError, ValueError):
-    """A model cannot be prepared at this level."""
+    """A model cannot be prepared at this opt_level."""
 
 
 class OptimizerError(AmpError, ValueError):
@@ -103,7 +103,7 @@ class GradientOverflowError(AmpError, FloatingPointError):
 
 
 class NonFiniteError(AmpError, FloatingPointError):
-    """`amp_patch.insight.trace` has found a value that does not fit into its dtype.
+    """`trace` or `armed` of `amp_patch.insight` has found a value that does not fit into its dtype.
 
     Attributes:
         fault: the record of the value, an `amp_patch.insight.FaultRecord`; None if the error was made without one.

@@ -17,7 +17,9 @@ class Watcher:
     """
 
     observes_ops = True
-    """Whether the watcher observes every op. If so, a session of `amp_patch.native` also wraps ops that torch casts."""
+    """Whether the watcher observes every op. If so, a session of `amp_patch.native` also wraps the ops that
+    torch.autocast casts by itself.
+    """
 
     def session_opened(self, session: Any) -> None:
         """Called when a session has been opened, and when models or optimizers have joined it."""
@@ -26,8 +28,8 @@ class Watcher:
         """Called when a session is about to undo its changes."""
 
     def loss_scaled(self, loss: Any, scaled_loss: Any) -> None:
-        """Called when a `scale_loss` block begins. In a script that `amp_patch.native` observes: when the script scales
-        a loss, or lets one go backward. `scaled_loss` is the value that goes backward.
+        """Called when a `scale_loss` block begins. In a script that `amp_patch.native` observes: when a GradScaler
+        scales a loss, or when an unscaled loss goes backward. `scaled_loss` is the value that goes backward.
         """
 
     def values_scaled(self) -> None:
@@ -35,7 +37,7 @@ class Watcher:
 
     def step_begun(self, optimizer: Any) -> None:
         """Called when `step` of a bound optimizer begins. Its gradients are unscaled. Not called if the step calls a
-        closure, because that computes the gradients later.
+        closure, because a closure computes the gradients later.
         """
 
     def step_ended(self, optimizer: Any) -> None:

@@ -65,7 +65,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 def _write_directly(path: str | os.PathLike[str], data: bytes) -> bool:
     """Write to a path that is no regular file, or to which stdout or stderr goes. Return False for any other path."""
     try:
-        # not of the real path: /dev/stdout may lead to a pipe, whose real path names no file
+        # `stat` of `path`, not of its real path: /dev/stdout may lead to a pipe, whose real path names no file
         status = os.stat(path)
     except FileNotFoundError:
         return False

@@ -1,4 +1,5 @@
-"""Public functions that apply rules to the user's own functions, and functions that show the patches.
+"""Public functions that apply rules (see `config.OpRule`) to the user's own functions, and functions that show the
+patches of a session.
 
 Rules cast only float16, bfloat16 and float32 tensors. Tensors of other dtypes stay as they are. An argument may be a
 tensor, or a list or tuple with tensors. Tensors in named tuples, dictionaries and other objects are not cast. The body
@@ -57,7 +58,8 @@ def promote_function(function: Function) -> Function:
     """Decorator: while a session patches functions, cast the function's arguments to the widest dtype among them.
 
     The widest of float16 and bfloat16 is float32. A call with a float64, float8 or complex argument casts nothing.
-    Tensors in lists, and tensors of integers, do not count.
+    Tensors in lists or tuples, and tensors of integers, do not count. If those that count have one dtype, nothing is
+    cast.
 
     Examples:
         >>> @amp.promote_function
@@ -71,18 +73,18 @@ def promote_function(function: Function) -> Function:
 
 
 def match_function(like: str) -> Callable[[Function], Function]:
-    """Decorator: while a session patches functions, cast the tensors of a function to the dtype of one argument.
+    """Decorator: while a session patches functions, cast a function's arguments to the dtype of one of them.
 
     Use it for functions that call a kernel whose arguments must have one dtype. Gradients have the dtypes of the
-    tensors that were passed. A call casts nothing if the argument is None, or a tensor whose dtype is not float16,
-    bfloat16 or float32.
+    tensors that were passed. A call casts nothing if the argument `like` is None, or a tensor whose dtype is not
+    float16, bfloat16 or float32. For a tensor of integers or bools, it may raise an error instead (see below).
 
     Args:
         like: the name of the argument.
 
     Raises ArgumentTypeError if `like` is not text, and OpListError if the function has no argument of this name. A call
-    of the function raises OpListError if the argument is neither None nor a tensor. It also raises it if the argument
-    is a tensor of integers or bools, and the other tensors have several of float16, bfloat16 and float32.
+    of the function raises OpListError if the argument `like` is neither None nor a tensor. It also raises OpListError
+    if this argument is a tensor of integers or bools, and the other tensors have several of the three dtypes.
 
     Examples:
         >>> @amp.match_function("value")
@@ -114,7 +116,7 @@ def _check_like(like: object, function: str) -> None:
 
 
 def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
-    """Return a wrapper that runs a function under a rule while a session patches functions, else as it is."""
+    """Return a wrapper that runs a function under a rule while a session patches functions, and unchanged otherwise."""
     if isinstance(function, staticmethod):
         return staticmethod(_decorate(function.__func__, rule, like))
     if isinstance(function, classmethod):
@@ -142,10 +144,10 @@ def _decorate(function: Any, rule: OpRule, like: str = "") -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in the low dtype from the next session on, whatever the lists say. An `initialize` that adds
+    """Run `module.name` in the low dtype from the next session on, whatever the op lists say. An `initialize` that adds
     models to the session in force opens no session.
 
-    Has no effect at levels that patch no functions, such as O2.
+    Has no effect at opt_levels that patch no functions, such as O2.
 
     Raises ArgumentTypeError if `module` is text, `name` is not, or the attribute is not callable, and
     ArgumentValueError if `module` has no attribute of this name.
@@ -162,7 +164,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the lists say.
+    """Run `module.name` in float32 from the next session on (see `register_half_function`), whatever the op lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -179,7 +181,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 def register_promote_function(module: Any, name: str) -> None:
     """Run `module.name` in the widest dtype of its arguments from the next session on (see `register_half_function`),
-    whatever the lists say.
+    whatever the op lists say.
 
     Raises the errors of `register_half_function`.
 
@@ -196,7 +198,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
 def register_match_function(module: Any, name: str, like: str) -> None:
     """Cast the tensors of `module.name` to the dtype of its argument `like` from the next session on (see
-    `register_half_function`), whatever the lists say.
+    `register_half_function`), whatever the op lists say.
 
     Raises the errors of `register_half_function`, ArgumentTypeError if `like` is no text, and OpListError if the
     function has no argument of this name.

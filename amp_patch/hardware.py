@@ -45,8 +45,8 @@ def get_max_attention_scores(device_type: str, dtype: torch.dtype) -> int:
 
     On CPUs, the backward pass of torch's bfloat16 attention takes up to six times as long as in float32, because it
     calls oneDNN for each of many small products. The time of forward, backward and casts in float32, divided by the
-    time in bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64, 0.55 at 128x128, 0.8 at 196x196,
-    0.9 at 256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so
+    time in bfloat16 (AVX512_BF16, torch 2.13.0, heads of size 64): 0.45 at 64x64 scores, 0.55 at 128x128, 0.8 at
+    196x196, 0.9 at 256x256, 1 at 384x384. With AMX, products are faster, but a call of oneDNN costs the same, so
     float32 wins only up to 64x64.
     """
     if device_type != "cpu" or not _is_x86() or not has_low_products(device_type, dtype):

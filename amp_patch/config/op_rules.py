@@ -1,4 +1,4 @@
-"""`OpRule`: the rules for ops, with all properties of each rule. Most rules are keys of list files.
+"""`OpRule`: the rules for ops, with all properties of each rule. Most rules are keys of the op list files.
 
 To add a rule, add a row here, and its cast to `casting/wrappers.py`. Imports no torch.
 """

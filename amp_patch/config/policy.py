@@ -158,7 +158,9 @@ def _parse_number(value: object) -> float:
 
 
 COMPUTE = ("auto", "native", "float32")
-"""The values of the property `compute`, which says how products of 16-bit values are computed."""
+"""The values of the property `compute`, which says how products (matrix products, convolutions, ...) of 16-bit values
+are computed.
+"""
 
 
 def _parse_compute(value: object) -> str:
@@ -214,7 +216,7 @@ def _property(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The properties of one session. Models with equal policies can share a session.
+    """The properties of one session. Calls of `initialize` with equal policies can share a session.
 
     `lists/presets.yaml` explains the properties that a presets file may state. Each field says how its value is read,
     who may set it, and whether it is printed (see `_property`).

@@ -1,4 +1,4 @@
-"""Makes a `Policy` from a level in a presets file and the caller's overrides."""
+"""Makes a `Policy` from an opt_level in a presets file and the caller's overrides."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ def make_policy(
     Args:
         overrides: values of properties, by name. None counts as not given. Names of anything that is not an override
             (see `Policy.get_overrides`) are ignored, so a caller can pass all its arguments.
-        presets: the presets file that has the level. By default, the file whose path is in the environment variable
-            AMP_PATCH_PRESETS; if that is not set, the shipped file.
+        presets: a presets file, whose levels are added to the shipped ones. By default, the file whose path is in the
+            environment variable AMP_PATCH_PRESETS; if that is not set, there are only the shipped levels.
 
     Raises PolicyError for an unknown level or a wrong presets file; and for overrides that cannot be read or contradict
     the level, with all of these problems in the message.

@@ -1,7 +1,7 @@
 """The ops that are products (matrix products, convolutions, attention, ...), and the ops without a 16-bit CPU kernel.
 
 A session that computes products in float32 (see `Policy.computes_in_float32`) also computes the ops without such a
-kernel in float32 on a CPU. It rounds the results of both.
+kernel in float32 on a CPU. It rounds the results of both to 16 bits.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Finds ops in modules of torch that are not in `NAMESPACES`, such as `torch.nn.attention.flex_attention`.
+"""Finds ops in modules of torch outside of `op_namespaces.NAMESPACES`, such as `torch.nn.attention.flex_attention`.
 
 `import torch` does not import all of these modules. Looking up an op imports none of them: for a module that is not
 imported yet, the definitions are read from its source file.
@@ -43,13 +43,13 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
     """Return the module that has an op of torch, or None if that module exists and is not imported yet.
 
     Args:
-        op: the name as a list has it, for messages.
+        op: the name as an op list has it, for messages.
         owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
         name: the function in it, such as "flex_attention".
 
-    Raises LookupError if torch has no such module or function. Raises OpListError if the name is not that of an op: it
-    may be a class, or in a module that is private or in `_TOPICS`. Of any other module that is not imported yet, every
-    function counts as an op.
+    Raises LookupError if torch has no such module or function. Raises OpListError if the name is not that of an op, but
+    of a class, for example, or of a function in a private module or in one of `_TOPICS`. In any other module that is
+    not imported yet, every function counts as an op.
     """
     _check_module(op, owner_name)
     module: Any = torch
@@ -79,8 +79,8 @@ def find_short_name(name: str) -> dict[tuple[str, str], object | None]:
     """Find an op by its bare name, such as "flex_attention", in the modules that are not in `NAMESPACES`.
 
     Returns {("torch.nn.attention.flex_attention", "flex_attention"): module}, with an entry for each module that has
-    the op. The value is None for a module that is not imported yet. Raises OpListError if the name is found, but only
-    for classes, context managers and the like.
+    the op. The value is None for a module that is not imported yet. Empty if no module defines the name. Raises
+    OpListError if modules define it, but only as a class, a context manager and the like.
     """
     owners: dict[tuple[str, str], object | None] = {}
     reasons: list[str] = []
@@ -164,7 +164,7 @@ def _check_module(op: str, owner_name: str) -> None:
 
 
 def _check_attribute(op: str, path: str, value: object) -> None:
-    """Raise OpListError if `value`, the object at `path`, is a class of modules: its methods get no rules."""
+    """Raise OpListError if `value`, the object at `path`, is a class: no rule applies to its methods."""
     if isinstance(value, type) and issubclass(value, torch.nn.Module):
         raise OpListError(
             f"{op!r} is a method of a class of modules, and a rule applies to functions. Choose these modules by"

@@ -34,8 +34,8 @@ ErrorClass = type[OpListError] | type[PolicyError]
 # libyaml's parser, if PyYAML is built with it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Every character that YAML 1.1 forbids. The reader searches for them itself, because the C parser and the Python parser
-# report them differently, and not always with a position. The characters behind `|` change the direction of text, so a
-# terminal or a diff would show something else than the file holds.
+# report them differently, and not always with a position. The characters after the `|` change the direction of text, so
+# a terminal or a diff would show something else than the file holds.
 _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
 )
@@ -243,7 +243,10 @@ _KEY_COLON_VALUE = re.compile(r"(?:- +|[{,] *)?([A-Za-z_]{2,}):([^\s:,{}\[\]/][^
 
 
 def _explain_missing_space(text: str) -> str | None:
-    """Return the error message for text that begins with a key, a colon and a value without a space, or None."""
+    """Return the error message for text that begins with a key, a colon and a value, if no space follows the colon.
+
+    Returns None for any other text.
+    """
     match = _KEY_COLON_VALUE.match(text.strip())
     if match is None:
         return None

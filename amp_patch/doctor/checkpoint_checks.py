@@ -166,15 +166,15 @@ def loads_without_scaler(script: Script) -> Iterator[Fault]:
 
 
 def _grade(script: Script) -> Severity:
-    """Return "note" if the GradScaler may be disabled, and then has no state. Else return "warning"."""
+    """Return "warning" if the GradScaler is surely enabled, else "note": a disabled one has no state to save."""
     return "warning" if ScalerFlow(script).is_always_enabled else "note"
 
 
 def _find_call_without_scaler(script: Script, method: str) -> ast.Call | None:
     """Return the first call of an optimizer's `method`, if the script does not call the GradScaler's `method`.
 
-    `method` is "state_dict" or "load_state_dict". Returns None if the script may do so, if there is no such call, or if
-    no GradScaler steps the optimizer.
+    `method` is "state_dict" or "load_state_dict". Returns None if the script may call the GradScaler's `method`, or if
+    it does not call the `method` of an optimizer that a GradScaler steps.
     """
     flow = ScalerFlow(script)
     if not flow.is_used or not flow.makers or not flow.steps:

@@ -18,10 +18,10 @@ _COMMANDS = re.compile(
     r"\s*(?:cd|ls|pwd|mkdir|rmdir|rm|cp|mv|cat|ll|man|more|less)(?:\s+[-\w./~$*\"'][^=()]*)?$"
     r"|\s*(?:pip|conda|mamba|uv)\s+(?!(?:in|is|if|and|or|not)\b)[a-z]"
 )
-"""A command that IPython runs without `%` or `!`, such as `cd ..`, unless a variable has that name."""
+"""Fits a command that IPython runs without `%` or `!`, such as `cd ..`, unless a variable has that name."""
 
 _PYTHON_CELL = re.compile(r"(?!%%)|%%(?:time|timeit|capture|prun)\b")
-"""The beginning of a cell that holds Python: no magic for the whole cell, or one that runs the cell as Python.
+"""Fits the beginning of a cell that holds Python: no magic for the whole cell, or one that runs the cell as Python.
 
 `%%bash`, for example, is not such a beginning.
 """

@@ -19,10 +19,10 @@ _DTYPE_SPELLINGS = {
 """The dtype that each spelling in scripts and configurations means."""
 
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32", "double": "float64"}
-"""Methods of tensors and modules that cast to one dtype."""
+"""Methods of tensors and modules that cast to a fixed dtype, each with this dtype."""
 
 _CASTS_TO = ("to", "type", "astype")
-"""Methods that cast to the dtype they are given."""
+"""Methods that cast to a dtype among their arguments."""
 
 _SAME_DTYPE = (
     "cuda",
@@ -36,7 +36,7 @@ _SAME_DTYPE = (
     "share_memory",
     "copy",
 )
-"""Methods whose result has the dtype of the tensor or module."""
+"""Methods whose result has the dtype of the tensor or module that they are called on."""
 
 _WRAPPERS = {
     *("compile", "deepcopy", "AveragedModel", "DistributedDataParallel", "DDP", "DataParallel"),
@@ -47,13 +47,13 @@ _WRAPPERS = {
 _DTYPE_ARGUMENTS = ("dtype", "torch_dtype")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SPLITS = (ast.If, ast.IfExp, ast.Try, ast.Match)
-"""Nodes with several arms, of which a run may skip some."""
+"""Nodes with several branches. A run of the script may skip some of them."""
 
 _MAX_DEPTH = 6
 """The number of steps, such as from a name to its value, after which a `Flow` gives up."""
 
 _UNKNOWN = ast.Constant(None)
-"""Stands for a value that the script does not show. It is no dtype."""
+"""Stands for a value that the script does not show."""
 
 
 class Origin(NamedTuple):
@@ -67,7 +67,10 @@ class Origin(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A 16-bit dtype that a value may have, the node that gave it, and whether it may have only 16-bit dtypes."""
+    """A 16-bit dtype that a value may have, and the node that gave it.
+
+    `is_certain` tells whether every dtype that the value may have is a 16-bit one.
+    """
 
     dtype: str
     node: ast.AST
@@ -78,8 +81,8 @@ class Flow:
     """Follows values backwards: from a use, through assignments, arguments and functions, to the code that decided
     their dtype.
 
-    Nothing is run. An attribute such as `self.model` counts as one variable in the whole script. Other names belong to
-    the function or module that binds them.
+    Nothing is run. An attribute such as `self.model` counts as one variable in the whole script. A plain name belongs
+    to the function, lambda or module that binds it.
     """
 
     def __init__(self, script: Script) -> None:
@@ -99,7 +102,7 @@ class Flow:
                 self._bound.update((node, argument.arg) for argument in _arguments(node))
 
     def judge(self, node: ast.expr, at: ast.AST) -> Verdict | None:
-        """Return the 16-bit dtype that the expression `node` may have when the node `at` runs, or None."""
+        """Return the verdict on the expression `node` when the node `at` runs; None if no 16-bit dtype is found."""
         origins = self._find_origins(node, at, 0)
         low = [origin for origin in origins if origin.dtype in LOW]
         if not low:
@@ -113,8 +116,8 @@ class Flow:
     def find_dtypes(self, node: ast.expr | None, depth: int = 0) -> list[str]:
         """Return the dtypes that an expression such as `torch.half`, `args.dtype` or `"bf16"` may mean.
 
-        For `torch.half if fast else dtype` these are "float16" and the values of `dtype`. "" stands for further dtypes
-        that the script does not show. The list is empty if the script shows no dtype, as for a device.
+        For `torch.half if fast else dtype` these are "float16" and the dtypes that `dtype` may mean. "" stands for
+        further dtypes that the script does not show. The list is empty if the script shows no dtype, as for a device.
         """
         if node is None or depth > _MAX_DEPTH:
             return []
@@ -131,10 +134,10 @@ class Flow:
         return []
 
     def _find_in_name(self, node: ast.Name | ast.Attribute, depth: int) -> list[str]:
-        """Return the dtypes that a name may mean: by its values in the script, or as a name of torch."""
+        """Return the dtypes that a name may mean: by its values in the script, or as an import such as `torch.half`."""
         values: list[ast.expr] = []
-        names_of_torch = self._script.names.resolve(node)  # such as "torch.half", for an imported name
-        imported = [_DTYPE_SPELLINGS[name] for name in names_of_torch if name in _DTYPE_SPELLINGS]
+        full_names = self._script.names.resolve(node)  # such as "torch.half", for an imported name
+        imported = [_DTYPE_SPELLINGS[name] for name in full_names if name in _DTYPE_SPELLINGS]
         if isinstance(node, ast.Name) or not imported:
             values = self._values_of(node)
         if not values:
@@ -143,7 +146,7 @@ class Flow:
         return self._find_in_values(values, depth)
 
     def _find_in_values(self, values: Sequence[ast.expr], depth: int) -> list[str]:
-        """Return the dtypes that one of several values may mean."""
+        """Return the dtypes that an expression may mean if its value is one of `values`."""
         dtypes_of_values = [self.find_dtypes(value, depth + 1) for value in values]
         dtypes = [dtype for of_value in dtypes_of_values for dtype in of_value]
         # a value without a known dtype, such as the result of a function, may be any dtype
@@ -167,7 +170,7 @@ class Flow:
         return self._find_in_values(values, depth)
 
     def _find_argument_dtypes(self, call: ast.Call, *, with_positions: bool = False) -> list[str]:
-        """Return the dtypes among the arguments of a call: `dtype=...`, or in `**options`.
+        """Return the dtypes among the arguments of a call: `dtype=...` or `torch_dtype=...`, also in `**options`.
 
         With `with_positions`, arguments without a keyword count, too, as in `to(device, torch.half)`.
         """
@@ -180,7 +183,10 @@ class Flow:
         return [dtype for argument in given for dtype in self.find_dtypes(argument)]
 
     def _find_options(self, node: ast.expr) -> Iterator[ast.expr]:
-        """Yield the values of `dtype` in `{"dtype": ...}` or `dict(dtype=...)`, or in a name of one of these."""
+        """Yield the values of `dtype` and `torch_dtype` in a `{"dtype": ...}` or `dict(dtype=...)`.
+
+        `node` is this expression, or a variable that may hold it.
+        """
         for options in [node, *self._values_of(node)]:
             if isinstance(options, ast.Dict):
                 for key, value in zip(options.keys, options.values, strict=True):
@@ -192,7 +198,7 @@ class Flow:
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def _scope_of(self, name: ast.expr) -> ast.AST | None:
-        """Return the function, lambda or module that binds a name; None for other expressions, such as an attribute."""
+        """Return the function or lambda that binds a name, or else the module; None if the expression is no name."""
         if not isinstance(name, ast.Name):
             return None
         frame = self._script.frame(name)
@@ -201,9 +207,10 @@ class Flow:
         return frame
 
     def _values_of(self, node: ast.expr) -> list[ast.expr]:
-        """Return the values that a name may have: assigned to it, or passed for it if it is an argument.
+        """Return the values that a name or attribute may have: those assigned to it, and those passed for it if it is
+        an argument of a function.
 
-        For an attribute, `_find_fields` finds further values.
+        For an attribute, `_find_fields` finds further values. Other expressions have none.
         """
         if not isinstance(node, (ast.Name, ast.Attribute)):
             return []
@@ -221,10 +228,10 @@ class Flow:
         return [value for value in values if scope is None or self._script.frame(value) is scope]
 
     def _find_fields(self, name: str) -> Iterator[ast.expr]:
-        """Yield the values that `config.dtype` may have from a dataclass or from an argument parser.
+        """Yield the values that an attribute such as `config.dtype` may have from a dataclass or an argument parser.
 
-        These are the values of the field `dtype: str = "bf16"` of a class, and the default of
-        `add_argument("--dtype", ...)`.
+        For `name="dtype"`, these are the values of a field `dtype: str = "bf16"` of a class (see `_find_field`), and
+        the default of `add_argument("--dtype", ...)`, followed by `_UNKNOWN`.
         """
         for outer in self._script.nodes:
             if isinstance(outer, ast.ClassDef):
@@ -242,7 +249,7 @@ class Flow:
     def _find_field(self, class_name: str, name: str, default: ast.expr) -> Iterator[ast.expr]:
         """Yield the values that calls of a class pass for a field, and its default if a call may leave the field out.
 
-        Yields `_UNKNOWN`, too, if the script may not show all values.
+        If the script may not show all values, `_UNKNOWN` comes last.
         """
         calls = self._calls.get(class_name, [])
         passed = [argument_of(call, name) for call in calls]
@@ -253,7 +260,10 @@ class Flow:
             yield _UNKNOWN
 
     def _find_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[ast.expr]:
-        """Yield the values that calls pass for an argument of a function; also its default if a call may omit it."""
+        """Yield the values that calls pass for an argument of a function, and its default if a call may omit it.
+
+        `_UNKNOWN` follows the default if the script may not show all values that are passed.
+        """
         positional = [*function.args.posonlyargs, *function.args.args]
         names = [argument.arg for argument in positional]
         defaults = dict(zip(reversed(names), reversed(function.args.defaults), strict=False))
@@ -307,7 +317,7 @@ class Flow:
     def _find_origins(self, node: ast.expr, at: ast.AST, depth: int) -> list[Origin]:
         """Return the dtypes that a model or tensor may have when the node `at` runs, each with the node that gave it.
 
-        Returns one `Origin` with the dtype "" if the script shows none.
+        An `Origin` with the dtype "" stands for a dtype that the script does not show.
         """
         unknown = [Origin("", node)]
         if depth > _MAX_DEPTH:
@@ -325,10 +335,7 @@ class Flow:
         return unknown
 
     def _follow_call(self, call: ast.Call, at: ast.AST, depth: int) -> list[Origin]:
-        """Return the dtypes that the result of a call may have.
-
-        If the script shows none, returns an empty list or an `Origin` with the dtype "".
-        """
+        """Return the origins of the result of a call. The list may be empty if the script shows no dtype."""
         name = function_of(call)
         if isinstance(call.func, ast.Attribute) and not self._script.names.dotted(call.func.value):
             if (dtypes := self._find_cast(call)) is not None:
@@ -350,7 +357,10 @@ class Flow:
         return self._find_default(call)
 
     def _find_cast(self, call: ast.Call) -> list[str] | None:
-        """Return the dtypes to which a method call casts its object: ["float16"] for `x.half()`; None for no cast."""
+        """Return the dtypes to which a method call may cast its object: ["float16"] for `x.half()`.
+
+        Returns None if the call is no cast, such as `x.to("cuda")`.
+        """
         name = function_of(call)
         if name in _CASTS and not call.args:
             return [_CASTS[name]]
@@ -361,9 +371,10 @@ class Flow:
     def _find_default(self, maker: ast.Call) -> list[Origin]:
         """Return the dtypes that `torch.set_default_dtype` may have set when the call `maker` makes a model or tensor.
 
-        Calls of `torch.set_default_dtype` are taken in the order of the text, those in the function of `maker` last. A
-        call replaces the dtypes of the calls before it if it is at module level or in the function of `maker`, and no
-        `if` may skip it. Any other call adds its dtype to theirs, or to "" if it is the first.
+        Calls of `torch.set_default_dtype` are taken in the order of the text. Those in the function of `maker` come
+        last, and count only if they stand before `maker`. A call that is at module level or in the function of `maker`,
+        and that no `if` may skip, replaces the dtypes found so far. Any other call adds its dtype to them. If it is the
+        first, the default before it is unknown, so "" is added, too.
         """
         here, module = self._script.frame(maker), self._script.tree
         calls = self._script.calls_of("torch.set_default_dtype")
@@ -385,7 +396,7 @@ class Flow:
 
         An *event* gives the name its dtype: an assignment, or a cast in place. In each function, the last event counts;
         in the function of `at`, the last one before `at`. If an `if` may skip this event, the event before it counts,
-        too.
+        too. If no event counts and the name is an argument of a function, the values that calls pass for it count.
         """
         events_by_frame: dict[ast.AST, list[ast.expr]] = {}
         for event in sorted(self._find_events(node), key=position):
@@ -427,7 +438,7 @@ class Flow:
 
     @cached_property
     def _casts_in_place(self) -> list[tuple[ast.Call, ast.expr]]:
-        """Each call that is a statement and casts an object, such as `model.half().cuda()`, with the object."""
+        """Each call that is a statement and casts an object, with the object: `model` of `model.half().cuda()`."""
         casts = []
         for call in self._script.calls:
             if not isinstance(self._script.parent(call), ast.Expr):

@@ -88,7 +88,10 @@ def _find_clippings(script: Script) -> Iterator[ast.Call]:
 
 
 def _clips_by_name(script: Script, call: ast.Call) -> bool:
-    """Return whether a call clamps a gradient in place, or calls a function whose name says that it clips gradients."""
+    """Return whether a call clamps a gradient in place, or calls a function whose name says that it clips gradients.
+
+    A function that may unscale the gradients first (see `_knows_scaler`) does not count.
+    """
     name = function_of(call)
     if name in _CLAMPING and isinstance(call.func, ast.Attribute):
         return _is_gradient(call.func.value)
@@ -193,7 +196,10 @@ def _logs_gradients(call: ast.Call) -> bool:
 
 
 def _measures_gradient(script: Script, call: ast.Call) -> bool:
-    """Return whether a call measures or logs a gradient, directly or in a function of the script."""
+    """Return whether a call measures or logs a gradient, directly or in a function of the script.
+
+    Functions that seem to allow for the scale, or to run a backward pass, do not count.
+    """
     if _measures_directly(script, call):
         return True
     name = function_of(call)
@@ -214,7 +220,9 @@ def _is_clipping(name: str) -> bool:
 
 
 def _measures_directly(script: Script, call: ast.Call) -> bool:
-    """Return whether a call measures a gradient, as `p.grad.norm()` and `torch.norm(p.grad)` do."""
+    """Return whether a call measures a gradient, as `p.grad.norm()` and `torch.norm(p.grad)` do, in a way that is wrong
+    if the gradient is scaled (see `_allows_for_scale`).
+    """
     if function_of(call) not in _MEASURING:
         return False
     if isinstance(call.func, ast.Attribute) and _is_gradient(call.func.value):

@@ -144,7 +144,7 @@ def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype
 
     Args:
         flags: the names of the CPU's instructions for 16 bits, such as "avx512_bf16".
-        fast_dtypes: the dtypes in which the CPU computes matrix products with such instructions.
+        fast_dtypes: the dtypes in which the CPU computes products fast (see `hardware.has_low_products`).
     """
     instructions = ", ".join(flags) or "no instructions for 16 bits"
     rated = []
@@ -157,12 +157,12 @@ def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype
 
 
 class Advice(NamedTuple):
-    """Advice on the fastest level for a device.
+    """Advice on the fastest opt_level for a device.
 
     Attributes:
         text: the advice, with the reason.
-        levels: the 16-bit levels that the text recommends; empty if it recommends O0 (float32), or to measure.
-        low: the 16-bit dtype of these levels, "bf16" or "f16"; "" if there are none.
+        levels: the 16-bit opt_levels that the text recommends; empty if it recommends O0 (float32), or to measure.
+        low: the 16-bit dtype of these opt_levels, "bf16" or "f16"; "" if there are none.
     """
 
     text: str
@@ -170,21 +170,21 @@ class Advice(NamedTuple):
     low: str = ""
 
     def name_only(self, levels: Sequence[str]) -> str:
-        """Return the text with only some of the levels."""
+        """Return the text with `levels` in place of the opt_levels that it recommends."""
         _, colon, reason = self.text.partition(":")
         return f"use {' or '.join(levels)}{colon}{reason}"
 
 
 def get_advice(device_type: str = "") -> Advice:
-    """Return advice on the fastest level for the first device, or for the first device of a type such as "cpu".
+    """Return advice on the fastest opt_level for the first device, or for the first device of a type such as "cpu".
 
-    Raises StopIteration if there is no device of that type.
+    The machine must have a device of that type.
     """
     return recommend(next(device for device in get_devices() if device.name.startswith(device_type)))
 
 
 def recommend(device: Device) -> Advice:
-    """Return advice on the fastest level for a device."""
+    """Return advice on the fastest opt_level for a device."""
     verdicts = {dtype.name: dtype.verdict for dtype in device.low_dtypes}
     name, is_cpu = device.name, device.name.startswith("cpu")
     if verdicts["bfloat16"] == "fast":

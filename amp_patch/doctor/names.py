@@ -16,7 +16,7 @@ _PREFIXES = (
 """Prefixes of dotted names, each with its replacement.
 
 In the rules of the doctor, `amp.initialize` stands for Apex's function and for amp_patch's. The function `canonical`
-replaces the first prefix that fits, until none fits. So a longer prefix stands before a shorter one.
+replaces the first prefix that fits, and repeats this until none fits. So a longer prefix stands before a shorter one.
 """
 
 
@@ -55,7 +55,7 @@ class Names:
     def dotted(self, node: ast.AST) -> frozenset[str]:
         """Return the dotted names that a name, or a chain such as `nn.ReLU`, may mean, as the script imports them.
 
-        Returns an empty set for anything that is not imported, such as a local variable.
+        Returns an empty set for a name that is neither an import nor an alias of one, and for other expressions.
         """
         if isinstance(node, ast.Attribute):
             return frozenset(f"{base}.{node.attr}" for base in self.dotted(node.value))

@@ -27,13 +27,13 @@ few new weights, such as LoRA's.
 """
 
 _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
-"""Classes that, by default, make an AdamW of torch for the model's weights, and keep the dtype of the weights."""
+"""Fits the names of classes that, by default, train a model by torch's AdamW, and keep the dtype of its weights."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
 """The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
 
 _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)}
-"""The level to recommend instead of a model in a 16-bit dtype, by the dtype."""
+"""The opt_level to recommend instead of a model in a 16-bit dtype, by the dtype."""
 
 
 def may_be_low(script: Script) -> bool:
@@ -44,8 +44,8 @@ def may_be_low(script: Script) -> bool:
 def grade_by(verdict: Verdict, message: str) -> tuple[Severity, str]:
     """Return the severity and the message of a fault about a value in 16 bits.
 
-    The fault is a warning if the value has 16 bits in every run. Else it is a note, and its message begins with words
-    such as "if the dtype is bfloat16: ".
+    The fault is a warning if the value can only have 16-bit dtypes. Else it is a note, and its message begins with
+    words such as "if the dtype is bfloat16: ".
     """
     if verdict.is_certain:
         return "warning", message
@@ -178,8 +178,8 @@ def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
 def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> Iterator[ast.expr]:
     """Yield the models whose parameters are in `params`, the first argument of an optimizer.
 
-    Follows names, and functions such as `group_params(model)`. Yields none for copies of parameters, which may be
-    float32.
+    Follows variables, and functions such as `group_params(model)`. Yields none if `params` copies parameters or casts
+    them to float32.
     """
     if params is None or depth > 3:
         return
@@ -199,9 +199,10 @@ def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> It
 
 
 def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
-    """Return the last call of a method `step` in the function that makes the optimizer, or else the call that makes it.
+    """Return the last call of a method `step` in the function that makes the optimizer, if it comes later.
 
-    A cast of the model after this step does not matter: it prepares the trained model for its use.
+    If there is none, returns `optimizer`, the call that makes the optimizer. A cast of the model after the last step
+    does not matter: it prepares the trained model for its use.
     """
     frame = script.frame(optimizer)
     steps = [call for call, _ in script.method_calls("step") if script.frame(call) is frame]

@@ -65,7 +65,7 @@ def _is_of_interest(folder: Path) -> bool:
 class Project:
     """Files that are read together, and neither run nor imported.
 
-    A file with calls of `initialize` is judged by the level and the loss scale of these calls. A file without such
+    A file with calls of `initialize` is judged by the opt_level and the loss scale of these calls. A file without such
     calls may be imported by any other file, so it is judged by the calls in all files (see `Script.expected`).
     """
 

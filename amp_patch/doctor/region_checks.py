@@ -15,14 +15,14 @@ from .script import Script
 from .tree import argument_of, function_of, names_in, text_of
 
 _OLD_REGIONS = {"torch.cuda.amp.autocast": "cuda", "torch.cpu.amp.autocast": "cpu"}
-"""Regions that have a device in their name: their arguments are `enabled, dtype, cache_enabled`."""
+"""Deprecated forms of autocast, and the device of each. Their arguments are `enabled, dtype, cache_enabled`."""
 
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
 _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
-"""The dtype of a region that names only its device."""
+"""The dtype of a region without the argument `dtype`, by its device."""
 
 _SCALES = re.compile(r"scaler|loss_?scal|scale_loss|accelerat|deepspeed|lightning|\bfabric\b", re.IGNORECASE)
-"""Fits words in scripts that may scale losses, or use a library that scales them."""
+"""Fits names in scripts that may scale losses, or use a library that scales them."""
 
 
 class Region(NamedTuple):
@@ -50,9 +50,9 @@ def _find_holders(script: Script, call: ast.Call) -> Iterator[ast.AST]:
     # the call may be a branch of `autocast(...) if use_amp else nullcontext()`
     choice = script.parent(call)
     values = (call, choice) if isinstance(choice, ast.IfExp) else (call,)
-    # region = autocast(...)
+    # `region = autocast(...)`, for a later `with region:`
     names = {assignment.target for assignment in script.assignments if assignment.value in values}
-    # def make_region(): return autocast(...)
+    # `def make_region(): return autocast(...)`, for a later `with make_region():`
     makers = set[str]()
     frame, statement = script.frame(call), script.parent_statement(call)
     if isinstance(frame, ast.FunctionDef) and isinstance(statement, ast.Return) and statement.value in values:
@@ -132,9 +132,9 @@ def _has_disabled_scaler(script: Script) -> bool:
 
 
 def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
-    """Return the dtypes that a region may have, from its argument `dtype`, or the default of its device.
+    """Return the dtypes that the region of a call of autocast may have: by its argument `dtype`, or else its device.
 
-    Returns an empty list if the script does not show them.
+    "" stands for further dtypes that the script does not show. The list is empty if it shows none.
     """
     dtype = argument_of(call, "dtype", 1)
     if dtype is not None:
@@ -151,7 +151,7 @@ def dtypes_of(script: Script, flow: Flow, call: ast.Call) -> list[str]:
 def _find_backward(script: Script, region: Region) -> ast.expr | None:
     """Return a loss whose `backward()` is called in the function of a region, or where that function is called.
 
-    Returns None if there is none, and for a region without gradients.
+    Returns None if there is none, and for a region in which gradients are disabled.
     """
     if _is_without_gradients(script, region.body) or _has_only_blocks_without_gradients(script, region.body):
         return None
@@ -186,7 +186,7 @@ def _is_without_gradients(script: Script, node: ast.AST) -> bool:
 
 
 def _disables_gradients(entered: ast.expr) -> bool:
-    """Return whether a context or a decorator disables gradients in every run."""
+    """Return whether a context manager or a decorator seems to disable gradients."""
     name = text_of(entered.func if isinstance(entered, ast.Call) else entered).rpartition(".")[2]
     mode = argument_of(entered, "mode", 0) if isinstance(entered, ast.Call) else None
     is_constant_false = isinstance(mode, ast.Constant) and not mode.value
@@ -196,7 +196,7 @@ def _disables_gradients(entered: ast.expr) -> bool:
 
 
 def _has_only_blocks_without_gradients(script: Script, body: ast.AST) -> bool:
-    """Return whether every statement of a region is a `with` block without gradients."""
+    """Return whether every statement of a region is a `with` block in which gradients are disabled."""
     statements: list[ast.stmt] = getattr(body, "body", [])
     blocks = (ast.With, ast.AsyncWith)
     return bool(statements) and all(
@@ -219,7 +219,7 @@ def _is_scaled(script: Script, loss: ast.expr) -> bool:
 
 def _is_scale_factor(factor: ast.expr) -> bool:
     """Return whether a factor may be a loss scale: a number above 1, or an expression with "scale" in a name."""
-    # a smaller number is the weight of a term
+    # a number up to 1 is more likely the weight of a term of the loss
     if isinstance(factor, ast.Constant) and isinstance(factor.value, (int, float)) and factor.value > 1:
         return True
     return any("scale" in name.lower() for name in names_in(factor))
@@ -401,7 +401,7 @@ def _is_output_at(script: Script, name: str, body: ast.With | ast.AsyncWith, cal
     """
     values = script.values_of(name)
     if len(values) == 1 and script.frame(call) is not script.frame(body):
-        # another function has no access to a local variable of the function with the region
+        # an attribute holds the output in every function; a local variable, only in the function that assigns it
         return "." in name or script.frame(values[0]) is script.frame(call)
     # a value from elsewhere, such as `output.float()`, may have replaced the output
     has_only_outputs = all(script.parent(value) in body.body for value in values)

@@ -94,7 +94,9 @@ RULES: dict[str, Rule] = {
 
 
 def rule(code: str, summary: str, *, bad: str, good: str) -> Callable[[Find], Find]:
-    """Decorator: add the function to `RULES`. Its docstring becomes the reason for the rule."""
+    """Decorator: add a rule to `RULES` that finds its faults by the function. The function's docstring becomes the
+    reason for the rule.
+    """
 
     def register(find: Find) -> Find:
         why = inspect.cleandoc(find.__doc__ or "")
@@ -128,8 +130,9 @@ def explain_rule(code: str) -> str:
 class Selection:
     """The rules to apply: those whose code begins with a prefix in `select`, and not with one in `ignore`.
 
-    If prefixes in both fit a code, the longest prefix decides. If these are equally long, the rule is ignored. For
-    example, `select=["AMP1"], ignore=["AMP"]` applies AMP101. Raises SettingsError for a prefix that fits no code.
+    If prefixes in both fit a code, the longest of them all decides. If the longest ones of both are equally long, the
+    rule is ignored. For example, `select=["AMP1"], ignore=["AMP"]` applies AMP101. Case does not matter. Raises
+    SettingsError for a prefix that fits no code.
     """
 
     def __init__(self, select: Sequence[str] = ("AMP",), ignore: Sequence[str] = ()) -> None:

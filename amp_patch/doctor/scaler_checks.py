@@ -47,7 +47,7 @@ def steps_on_unscaled(script: Script) -> Iterator[Fault]:
 
 
 def _divides_unscaled(script: Script, flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `scaler.step` uses the gradients of an unscaled loss in every run whose GradScaler is enabled."""
+    """Return whether `scaler.step` seems to use gradients of an unscaled loss whenever the GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_be_without_scale(loss, step) or flow.may_be_without_scale(step, loss):
@@ -95,7 +95,7 @@ def steps_on_scaled(script: Script) -> Iterator[Fault]:
 
 
 def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
-    """Return whether `optimizer.step()` uses gradients of a scaled loss in every run whose GradScaler is enabled."""
+    """Return whether `optimizer.step()` seems to use gradients of a scaled loss whenever the GradScaler is enabled."""
     if not flow.are_in_order(loss, step) or not flow.surely_runs(loss, step):
         return False
     if flow.may_unscale_between(loss, step) or flow.may_be_without_scale(step, loss):
@@ -106,7 +106,7 @@ def _uses_scaled(flow: ScalerFlow, loss: ast.Call, step: ast.Call) -> bool:
 
 
 def _is_in_scaler_class(script: Script, step: ast.Call) -> bool:
-    """Return whether a step is in a class of the script with "scaler" in its name, which probably unscales itself."""
+    """Return whether a step is in a class with "scaler" in its name, which probably unscales the gradients itself."""
     around = (outer for outer, _ in script.around(step))
     return any(isinstance(outer, ast.ClassDef) and "scaler" in outer.name.lower() for outer in around)
 

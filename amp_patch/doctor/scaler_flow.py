@@ -67,7 +67,10 @@ class ScalerFlow:
         return bool(self.makers) and all(map(_is_enabled, self.makers))
 
     def is_scaler(self, node: ast.expr) -> bool:
-        """Return whether an expression seems to be a GradScaler: it is assigned one, or its name ends in "scaler"."""
+        """Return whether an expression seems to be a GradScaler.
+
+        It does if the script assigns a GradScaler to it, or if its name ends in "scaler" in any case.
+        """
         text = text_of(node)
         return text in self._scaler_names or bool(_SCALER.search(text.rpartition(".")[2]))
 
@@ -94,7 +97,7 @@ class ScalerFlow:
 
     @cached_property
     def _assigning_frames(self) -> dict[str, set[ast.AST]]:
-        """For each name, the functions that assign to it."""
+        """For each name, the functions (or the module) that assign to it."""
         frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
             frames.setdefault(assignment.target, set()).add(self._script.frame(assignment.value))
@@ -102,7 +105,9 @@ class ScalerFlow:
 
     @cached_property
     def _scaling_frames(self) -> dict[str, set[ast.AST]]:
-        """For each name that may hold a scaled loss, or a value computed from one, the functions that assign it."""
+        """For each name that may hold a scaled loss, or a value computed from one: the functions (or the module) that
+        assign such a value to it.
+        """
         frames: dict[str, set[ast.AST]] = {}
         for assignment in self._script.assignments:
             if self._is_scaled(assignment.value, frames):
@@ -114,12 +119,12 @@ class ScalerFlow:
         return self._is_scaled(value, self._scaling_frames)
 
     def _is_scaled(self, value: ast.expr, scaling_frames: dict[str, set[ast.AST]]) -> bool:
-        """Return the answer of `is_scaled`, given the names that hold scaled losses, with their functions."""
+        """Do the work of `is_scaled`. `scaling_frames` holds the names known so far (see `_scaling_frames`)."""
         if self._has_scale(value):
             return True
         frame = self._script.frame(value)
         for name in names_in(value) & scaling_frames.keys():
-            # a local variable of this function, not the scaled variable of another function
+            # a name that this function assigns is its own variable, and not that of another function
             is_local = "." not in name and frame in self._assigning_frames[name]
             if not is_local or frame in scaling_frames[name]:
                 return True
@@ -136,7 +141,10 @@ class ScalerFlow:
 
     @cached_property
     def _backwards(self) -> list[tuple[ast.Call, bool]]:
-        """The calls `loss.backward()`, each with the answer of `is_scaled(loss)`."""
+        """The calls `loss.backward()` without positional arguments, each with the answer of `is_scaled(loss)`.
+
+        Calls on `self`, `cls`, `ctx` and `super()` are left out.
+        """
         passes = []
         for call, loss in self._script.method_calls("backward"):
             if call.args or text_of(loss) in ("self", "cls", "ctx", "super()"):
@@ -168,7 +176,7 @@ class ScalerFlow:
 
     @cached_property
     def _functions(self) -> dict[str, list[ast.AST]]:
-        """The functions of the script that call `unscale_`, `step` or `update`, or run a backward pass, by name."""
+        """The functions that call a scaler's `unscale_`, `step` or `update`, or run a backward pass, by name."""
         functions: dict[str, list[ast.AST]] = {}
         for call in (*self.scaled_backwards, *self.plain_backwards, *self.unscales, *self.steps, *self.updates):
             frame = self._script.frame(call)
@@ -184,7 +192,7 @@ class ScalerFlow:
         functions = {self._script.frame(call) for call in calls}
         functions -= {self._script.frame(call) for call in without}
         names = {node.name for node in functions if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        # if functions share a name, a call does not tell which one it runs, so all of them must count
+        # if functions share a name, a call does not tell which one it runs, so all of them must be in `functions`
         names = {name for name in names if set(self._functions.get(name, ())) <= functions}
         callers = [call for call in self._script.calls if call not in calls and _is_call_of(call, names)]
         return [*calls, *callers]
@@ -212,11 +220,15 @@ class ScalerFlow:
 
     @cached_property
     def zeroings(self) -> list[ast.Call]:
-        """The calls `zero_grad()`."""
+        """The calls `zero_grad()`, of optimizers and models."""
         return [call for call, _ in self._script.method_calls("zero_grad")]
 
     def meets_scaled_gradients(self, node: ast.AST) -> bool:
-        """Return whether a node runs between a scaled backward pass and a step, while gradients are still scaled."""
+        """Return whether a node seems to run between a scaled backward pass and `scaler.step`, while gradients are
+        multiplied by the loss scale.
+
+        Returns False if the node may belong to runs without a loss scale (see `may_be_without_scale`).
+        """
         for loss in self.scaled_backwards_and_callers:
             for step in self._steps_and_callers:
                 if not self.are_in_order(loss, node, step) or self.may_unscale_between(loss, node):
@@ -255,8 +267,9 @@ class ScalerFlow:
     def is_rarer(self, first: ast.AST, second: ast.AST) -> bool:
         """Return whether the first node runs only in some of the iterations in which the second runs.
 
-        That is so if an `if` with a modulo in its test, such as `if (i + 1) % k == 0`, is around the first alone. No
-        branch that may vary (see `_may_vary`) may be around the second alone.
+        It does so under three conditions. An `if` with a modulo in its test, such as `if (i + 1) % k == 0`, is around
+        the first alone. No branch that may vary (see `_may_vary`) is around the second alone. And the two nodes are not
+        on different arms of one `if`, `try` or `match`.
         """
         if any(self._may_vary(outer) for outer, _ in self.arms_of(second) - self.arms_of(first)):
             return False
@@ -299,23 +312,26 @@ class ScalerFlow:
         return False
 
     def _depends_on_scale(self, branch: ast.If | ast.IfExp) -> bool:
-        """Return whether the test of an `if` has text such as "amp", or an arm has a scaled backward pass or step."""
+        """Return whether the test of an `if` has text such as "amp", or whether a scaled backward pass or a
+        `scaler.step` is inside the `if`.
+        """
         if _CONDITION.search(ast.unparse(branch.test)):
             return True
         inside = set(ast.walk(branch))
         return any(call in inside for call in (*self.scaled_backwards, *self.steps))
 
     def between(self, calls: list[ast.Call], first: ast.AST, last: ast.AST) -> Iterator[ast.Call]:
-        """Yield the calls that stand between two nodes in the text of one function."""
+        """Yield those of `calls` that stand between two nodes, in the function of `first`."""
         frame = self._script.frame(first)
         for call in calls:
             if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:
                 yield call
 
     def find_only_loss(self, event: ast.Call, step: ast.Call) -> ast.Call | None:
-        """Return the last scaled backward pass before `event`, if `step`, which follows `event`, uses its gradients.
+        """Return the last scaled backward pass before `event`, if `step`, a call after `event`, uses the gradients of
+        that pass.
 
-        Returns None if this is not sure, for example if a backward pass may run between `event` and `step`.
+        Returns None if this is not sure, for example if another backward pass may run between `event` and `step`.
         """
         if not self.are_in_order(event, step) or not self.surely_runs(event, step):
             return None
@@ -361,7 +377,10 @@ def _is_call_of(call: ast.Call, names: set[str]) -> bool:
 
 
 def grade(flow: ScalerFlow) -> Severity:
-    """Return the severity of a fault that needs an enabled GradScaler: "error" if all of the script's are enabled."""
+    """Return the severity of a fault that only an enabled GradScaler causes.
+
+    It is "error" if `flow.is_always_enabled`, or else "warning".
+    """
     return "error" if flow.is_always_enabled else "warning"
 
 

@@ -1,4 +1,7 @@
-"""`Script`: the facts about a training script that its source shows: its assignments, calls of amp, and levels."""
+"""`Script`: a training script, parsed, with the facts that the rules need, such as its assignments and calls of amp.
+
+`expect` reads from the calls of `initialize` whether amp may scale the loss and skip steps.
+"""
 
 import ast
 import warnings
@@ -85,7 +88,8 @@ class Script(Tree):
         return [call for call, resolved in self._resolved_calls if not resolved.isdisjoint(names)]
 
     def method_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
-        """Yield each call of a method with one of these names, with its object: `model` of `model.half()`.
+        """Yield each call of a method with one of these names, with the object it is called on: `model` of
+        `model.half()`.
 
         Leaves out calls on imported names, such as `torch.save()`.
         """
@@ -209,9 +213,9 @@ class Script(Tree):
 
 
 def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
-    """Yield one assignment for each target of a statement.
+    """Yield one assignment for each name in `target`.
 
-    For `a, b = f()`, which has no value for each target, every target gets the whole value.
+    For `a, b = f()`, where the names have no values of their own, each name gets the whole value.
     """
     if not isinstance(target, (ast.Tuple, ast.List)):
         yield Assignment(text_of(target), value)
@@ -223,11 +227,11 @@ def _assign(target: ast.expr, value: ast.expr) -> Iterator[Assignment]:
             yield from _assign(name, value)
 
 
-# ---- levels ----------------------------------------------------------------------------------------------------------
+# ---- opt_levels ------------------------------------------------------------------------------------------------------
 
 
 class Expected(NamedTuple):
-    """The effects that amp may have on a training, at the levels at which it may run.
+    """The effects that amp may have on a training, at the opt_levels at which it may run.
 
     Attributes:
         scales: the loss may be multiplied by a scale other than 1.
@@ -239,9 +243,9 @@ class Expected(NamedTuple):
 
 
 def expect(scripts: Sequence[Script]) -> Expected:
-    """Return the effects that amp may have at the levels in these scripts' calls of `initialize`.
+    """Return the effects that amp may have at the opt_levels in these scripts' calls of `initialize`.
 
-    Without such a call, the level is unknown, so both effects are possible.
+    Without such a call, the opt_level is unknown, so both effects are possible.
     """
     expected = [_expect_of(script, call) for script in scripts for call in script.initializations]
     if not expected:
@@ -250,7 +254,7 @@ def expect(scripts: Sequence[Script]) -> Expected:
 
 
 def _expect_of(script: Script, call: ast.Call) -> Expected:
-    """Return the effects that amp may have at the level and the loss scale of one call of `initialize`."""
+    """Return the effects that amp may have at the opt_level and the loss scale of one call of `initialize`."""
     enabled = _constant(script, argument_of(call, "enabled", 2), True)
     level = _constant(script, argument_of(call, "opt_level", 3), DEFAULT_LEVEL)
     scale = _constant(script, argument_of(call, "loss_scale"), None)
@@ -267,9 +271,9 @@ def _expect_of(script: Script, call: ast.Call) -> Expected:
 
 
 def _constant(script: Script, node: ast.expr | None, default: object) -> object:
-    """Return the value of an argument if it is a constant, or a name whose only value is a constant.
+    """Return the value of an argument if it is a constant, or a variable whose only value is a constant.
 
-    Returns text for any other expression, and `default` if `node` is None, because the argument is not given.
+    Returns the source text of any other expression, and `default` if `node` is None: the argument is not given.
     """
     if node is None:
         return default

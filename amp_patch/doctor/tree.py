@@ -1,6 +1,6 @@
 """`Tree`: a syntax tree with parents. It tells which of two nodes comes first, and whether one excludes the other.
 
-A pass is one run of the body of a function, or of the module, with at most one turn of each loop.
+A pass is one run of the body of a function, or of the module, with at most one iteration of each loop.
 """
 
 import ast
@@ -13,12 +13,12 @@ SCOPES = (*_FUNCTIONS, ast.ClassDef)
 
 
 def position(node: ast.AST) -> tuple[int, int]:
-    """Return the line and the column, in bytes, where a node starts."""
+    """Return the line (from 1) and the column (from 0, in bytes) where a node starts."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def end(node: ast.AST) -> tuple[int, int]:
-    """Return the line and the column, in bytes, where a node ends."""
+    """Return the line (from 1) and the column (from 0, in bytes) where a node ends."""
     return getattr(node, "end_lineno", None) or 0, getattr(node, "end_col_offset", None) or 0
 
 
@@ -143,7 +143,7 @@ class Tree:
         return is_earlier and not self.are_exclusive(first, second)
 
     def exits_before(self, first: ast.AST, second: ast.AST) -> bool:
-        """Return whether a pass that runs `first` seems to leave before it comes to `second`.
+        """Return whether a pass that runs `first` seems to leave the function or the loop before it comes to `second`.
 
         It does if a block around `first`, but not around `second`, ends with `return` or `raise`. It also does if this
         block ends with `continue` or `break`, and `second` is in the same loop.
@@ -171,7 +171,7 @@ class Tree:
     def _arms(self, node: ast.AST) -> Iterator[tuple[ast.AST, object]]:
         """Yield each `if`, `try` and `match` around a node, with its arm that holds the node.
 
-        An arm is the name of a field, such as "body", or the handler or `case` itself.
+        The arm is given as the name of a field, such as "body", or as the node of the handler or `case`.
         """
         child = node
         for outer, field in self.around(node):

@@ -93,7 +93,7 @@ def _grade_growth(script: Script, target: str, made: ast.expr) -> Severity | Non
 def _adds_to(node: ast.AST, target: str) -> bool:
     """Return whether a node adds to the tensor `target`, or subtracts from it.
 
-    It does so by `x += y`, `x = x + y`, `x[i] += y` or `x.add_(y)`.
+    It does so by `x += y`, `x = x + y`, `x[i] += y`, or a method in `_GROWING`, such as `x.add_(y)`.
     """
     if isinstance(node, ast.AugAssign):
         return isinstance(node.op, (ast.Add, ast.Sub)) and _root(node.target) == target
@@ -108,7 +108,8 @@ def _is_repeated(script: Script, node: ast.AST, target: str, made: ast.expr) -> 
     """Return whether the addition `node` may run several times on the same element of the tensor that `made` makes."""
     is_same_function = script.frame(node) is script.frame(made)
     if not is_same_function:
-        # an attribute, such as `self.total`, is the same tensor in each call; a plain name is another tensor
+        # an attribute, such as `self.total`, is the same tensor in each call of the function; a local variable of the
+        # same name as `target` is another tensor
         return "." in target
     loops = _loops_without(script, node, made)
     return bool(loops) and not _adds_once(node, loops)
@@ -148,7 +149,9 @@ def _adds_once(node: ast.AST, loops: list[ast.AST]) -> bool:
 
 
 def _counters_of(loop: ast.AST) -> Iterator[str]:
-    """Yield the name that counts the passes of a loop, if it has one: `i` of `range(n)`, or of `enumerate(x)`."""
+    """Yield the name that counts the iterations of a loop, if it has one: `i` in `for i in range(n)`, or in
+    `for i, x in enumerate(xs)`.
+    """
     if not isinstance(loop, (ast.For, ast.AsyncFor)) or not isinstance(loop.iter, ast.Call):
         return
     name, target = function_of(loop.iter), loop.target
@@ -172,7 +175,7 @@ def _root(node: ast.expr) -> str:
 def _is_increment(value: ast.expr, target: str) -> bool:
     """Return whether a value is `target + x` or `target - x`, without the target in `x`.
 
-    `h = h + f(h)` is a layer of a network, and no running sum.
+    `h = h + f(h)` is a layer of a network, and no sum that grows.
     """
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, (ast.Add, ast.Sub)):
         return False
@@ -228,7 +231,7 @@ def _holds_positions(script: Script, node: ast.expr, cast: ast.Call) -> bool:
     """Return whether the tensor `node` that the call `cast` casts seems to hold positions or timesteps.
 
     It does if `torch.arange` makes it, or if it or the result of the cast has a name such as `position_ids`. It does
-    not if it is scaled to another range.
+    not if it may be scaled to another range.
     """
     # timesteps that are scaled to 0..1 are no whole numbers
     if _is_scaled_down(script, node):
@@ -254,12 +257,14 @@ def _is_scaled_down(script: Script, node: ast.expr) -> bool:
 
 
 def _own_values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """Return the values that the same function assigns to a name."""
+    """Return the values that are assigned to `node`, such as a name, in the function around it."""
     return [value for value in script.values_of(text_of(node)) if script.frame(value) is script.frame(node)]
 
 
 def _is_small(script: Script, node: ast.expr, largest: int) -> bool:
-    """Return whether an expression is a `torch.arange` of constants whose numbers are at most `largest`."""
+    """Return whether an expression, or the value of a name, is a `torch.arange` of constants that holds no number above
+    `largest`.
+    """
     for value in (node, *_own_values(script, node)):
         # go from `torch.arange(9).cuda()` to `torch.arange(9)`
         while isinstance(value, ast.Call) and script.names.resolve(value.func).isdisjoint(_ARANGE):

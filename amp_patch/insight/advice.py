@@ -11,6 +11,8 @@ from .short_dtypes import spell_out
 
 _CELL = "Cell In["  # how IPython begins the place of a line
 _WHOLE_MODELS = {'match: "**"': "the model", 'match: "re:^$"': "each model"}
+"""Words for the elements of `Remedy.regions` that choose whole models."""
+
 _OF_THIS_STEP = "it fits this step, later steps may need a smaller one"
 
 
@@ -24,7 +26,7 @@ class _Case:
 
     @property
     def native_run(self) -> RunRecord | None:
-        """The run if the script uses no `amp.initialize`, but torch.autocast or no amp at all."""
+        """The run if the script uses torch.autocast or no amp at all; None if it uses `amp.initialize`."""
         return self.run if self.run is not None and self.run.is_native else None
 
     @property
@@ -99,7 +101,7 @@ def _advise_step(case: _Case) -> Iterator[str]:
 
 
 def _advise_list(case: _Case) -> Iterator[str]:
-    """Yield a list that keeps the ops in float32, how to use the list, and an edit for the ops that no list reaches.
+    """Yield an op list that keeps the ops in float32, how to use it, and an edit for the ops that no list reaches.
 
     If no list has an effect, yield the edit alone. A loss scale comes last, if one is part of the remedy.
     """
@@ -164,7 +166,7 @@ def _advise_use(case: _Case) -> Iterator[str]:
 
 
 def _advise_region(case: _Case, run: RunRecord) -> Iterator[str]:
-    """Yield the region to write into the script instead of a list."""
+    """Yield the region of torch.autocast to write into the script instead of an op list."""
     remedy = case.remedy
     where = "in a cell" if case.is_in_notebook else "in the script"
     region = f'with torch.autocast("{run.device}", enabled=False)'
@@ -189,7 +191,7 @@ def _join_places(places: Sequence[str]) -> str:
 
 
 def _name_regions(regions: Sequence[str]) -> str:
-    """Return the modules that rules choose in a phrase, such as "module encoder" or "the model"."""
+    """Return a phrase for the modules that `regions` choose (see `Remedy.regions`): "module encoder" or "the model"."""
     if len(regions) > RULES_ON_A_LINE:
         return "each of these modules"
     models: list[str] = []

@@ -9,7 +9,7 @@ from .recordings import Recording
 from .records import CurveRecord
 
 _FIRST = 0.1  # from equal weights, low precision changes a loss by less than this share of the loss
-_SHARE = 0.2  # the last losses may differ by `_FIRST`, plus this share of the range of the losses in float32
+_SHARE = 0.2  # the last losses may differ by `_FIRST` of the loss, plus this share of the range of losses in float32
 
 
 def find_curves(recording: Recording) -> list[CurveRecord]:
@@ -25,10 +25,9 @@ def describe_losses(curve: CurveRecord) -> str:
 def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
     """Return how the losses of `repaired` disagree with those of `plain`, the run in float32; "" if they agree.
 
-    They disagree if they differ by more than rounding explains. Missing losses, a loss that is inf or NaN, and a run
-    that skips all steps count as disagreement, too.
-
-    The more steps a run skips while the loss scale comes down, the more its last losses may differ.
+    They disagree if they differ by more than rounding explains. The more steps `repaired` skips while the loss scale
+    comes down, the more its last losses may differ. They also disagree if there are no losses, if a loss is inf or NaN,
+    if the loss changes in float32 only, or if `repaired` skips all steps.
     """
     steps = min(len(repaired.losses), len(plain.losses))
     if not steps:

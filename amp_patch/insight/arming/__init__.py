@@ -1,1 +1,1 @@
-"""If a step goes wrong, repeats it under a tracer. Until then, it costs almost nothing."""
+"""Watches the steps of a training. If a step goes wrong, repeats it under a tracer, to find the cause."""

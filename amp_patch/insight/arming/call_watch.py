@@ -1,5 +1,7 @@
-"""`CallWatch`: writes the calls of a script onto a `Tape`: calls of models, of torch's functions between them, and of
-`backward`. Calls inside of models are not written.
+"""`CallWatch`: writes the calls of a script onto a `Tape`, from which `replay` can repeat a step.
+
+These are the calls of models, of torch's functions between them, and of `backward`. Calls inside of models are not
+written. Losses are noted, too.
 """
 
 import functools
@@ -32,7 +34,9 @@ _DRAWS = (
     *("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "gumbel", "poisson", "cauchy"),
     *("geometric", "binomial", "standard_gamma", "dirichlet", "rrelu", "fractional_max_pool", "attention"),
 )
-_IN_BULK = ("_foreach_", "_amp_", "_fused_")
+"""Parts of the names of functions that may draw random numbers."""
+
+_IN_BULK = ("_foreach_", "_amp_", "_fused_")  # functions with these prefixes are not written
 _WITHOUT_TENSORS = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _SKIPPED = frozenset({"register_hook", "retain_grad", "backward"})
 
@@ -45,8 +49,8 @@ class _ThreadState(threading.local):
         depth: the number of calls of `root` that run: a module may call itself.
         call: the record of the call of `root`; None if this call is not written.
         is_following: whether calls of functions are written.
-        is_entered: whether `_Mode` is on. It may still be on when `is_following` is False: it cannot be taken off while
-            it handles a call.
+        is_entered: whether `_Mode` is on in this thread. It may be on although `is_following` is False, because it
+            cannot be taken off while it handles a call.
     """
 
     def __init__(self) -> None:
@@ -59,8 +63,8 @@ class _ThreadState(threading.local):
 class CallWatch:
     """Watches calls of models by hooks, calls of torch's functions between them by `_Mode`, and `backward` by a patch.
 
-    `_Mode` is on from the end of a call of a model to the next call of a model, `backward` or step. It is not turned on
-    while a mode of the script is on.
+    `_Mode` is on from the end of a call of a model to the next call of a model, call of `backward` or optimizer step,
+    except during `zero_grad`. It is not turned on while a TorchFunctionMode of the script is on.
 
     Args:
         tape: where the calls are written.
@@ -85,7 +89,7 @@ class CallWatch:
         self._root_hooks = RootHooks(self._enter, self._leave)
         self._undo = UndoStack()
         self.is_paused = False
-        self.before_next_call: Callable[[], None] | None = None  # called once, when a model is called next
+        self.before_next_call: Callable[[], None] | None = None  # called once, before the next call of a model
 
     def start(self) -> None:
         """Watch from now on."""
@@ -117,18 +121,18 @@ class CallWatch:
         self.before_next_call = None
 
     def end_step(self) -> None:
-        """End a step: the next call is of the next step."""
+        """End a step: the next call belongs to the next step."""
         self._tape.end()
         self._states.clear()
-        # torch calls no hook of a module that a KeyboardInterrupt has ended
+        # `_leave` resets it, too, but torch calls no hook of a module that a KeyboardInterrupt has ended
         self._local.root = None
         self._root_hooks.end_step()
         self.leave()
 
     # ---- calls of models ---------------------------------------------------------------------------------------------
 
-    # In the first call of a model, `_enter` and `_leave` run for each of its modules. In later calls, `RootHooks` may
-    # take their place for the model itself, and turn them off for the modules in it.
+    # `_enter` and `_leave` are global hooks. In the first call of a model, they run for each of its modules. In later
+    # calls, `RootHooks` may turn them off once the model has begun, and let the model alone call them.
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of all modules."""
@@ -155,7 +159,11 @@ class CallWatch:
                 self._note_end(output)
 
     def _note_entry(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> None:
-        """Note that an outermost module is called. `frame` is torch's frame of the call."""
+        """Note that an outermost module is called. `frame` is torch's frame of the call.
+
+        The call is not written while the watch is paused, in a backward pass, in a replica that DataParallel made,
+        without a session, or while a compiler or tracer records the code.
+        """
         local = self._local
         local.root, local.depth = module, 1
         self._root_hooks.note_thread()
@@ -164,7 +172,7 @@ class CallWatch:
             if session is not None and not compiling.is_traced():
                 is_known = module in self._models
                 self._begin_call(session, module, args, get_call_kwargs(frame))
-                # not in the first call of a model, in which the global hooks must run for its inner modules, too
+                # not in the first call of a model, in which the hook of `native.Takeover` must see its inner modules
                 if is_known:
                     self._root_hooks.begin(module)
 
@@ -207,7 +215,10 @@ class CallWatch:
     # ---- functions ---------------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Write functions of this thread from now on. The mode is not turned on while a mode of the script is on."""
+        """Write calls of torch's functions in this thread from now on.
+
+        Does nothing if a TorchFunctionMode of the script is on.
+        """
         local = self._local
         if not local.is_entered and not has_foreign_function_mode():
             mode = self._modes.setdefault(threading.get_ident(), _Mode(self))
@@ -216,15 +227,15 @@ class CallWatch:
         local.is_following = local.is_entered
 
     def leave(self) -> None:
-        """Write no more functions of this thread. Harmless twice."""
+        """Write no more calls of torch's functions in this thread. Harmless twice."""
         local = self._local
         local.is_following = False
         if local.is_entered and leave_function_mode(self._modes[threading.get_ident()]):
             local.is_entered = False
 
     def _leave_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `Tensor.backward` that takes the mode off first: while the mode handles the call, it cannot be taken
-        off.
+        """Return a `Tensor.backward` that takes `_Mode` off before torch passes the call to it. While `_Mode` handles a
+        call, it cannot be taken off.
         """
 
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +246,7 @@ class CallWatch:
         return backward
 
     def _leave_during(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `zero_grad` that runs without the mode, which would handle each read of a gradient."""
+        """Return a `zero_grad` that runs without `_Mode`, which would handle each read of a gradient."""
 
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             if not self._local.is_following:
@@ -249,7 +260,10 @@ class CallWatch:
         return zero_grad
 
     def note_function(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Write a call of a function of torch that has run, if it has made or changed a tensor."""
+        """Write a call of a function of torch that has run, if it has made or changed a tensor.
+
+        Casts by amp, and calls that the repetition of a step does not need, are left out.
+        """
         if self.is_paused or not self._local.is_following:
             return
         session = self._get_session()
@@ -282,7 +296,10 @@ class CallWatch:
     # ---- losses and backward passes ----------------------------------------------------------------------------------
 
     def note_loss(self, session: Session, loss: Tensor, scaled_loss: Tensor, scale: Callable[[], float]) -> None:
-        """Write that a tensor is a loss. `scale` returns its loss scale."""
+        """Write that `loss` is a loss, and that `scaled_loss` is its product with the loss scale.
+
+        `scale` returns the loss scale.
+        """
         call = Call(Kind.LOSS, None, find_caller(), read_surroundings(session), is_kept=True, scale=scale)
         self._tape.add(call, (loss, scaled_loss), {})
         call.loss = Given(loss.detach(), read_version(loss))
@@ -327,7 +344,7 @@ def _read_once(value: Any) -> Any:
 
 
 def _find_tensor(values: Sequence[Any]) -> Tensor | None:
-    """Return the first value that is a tensor."""
+    """Return the first value that is a tensor; None if there is none."""
     for value in values:
         if isinstance(value, Tensor):
             return value
@@ -370,6 +387,7 @@ class _Traits(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def _find_traits(function: Any) -> _Traits:
+    """Guess the traits of a function from its name."""
     name = str(getattr(function, "__name__", ""))
     reads_gradient = getattr(getattr(function, "__self__", None), "__name__", "") == "grad"
     is_setter = name == "__setitem__"
