@@ -80,8 +80,8 @@ class TroubleWatch:
     """Judges the steps of a run.
 
     Args:
-        every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step
-            of so many of each optimizer. This waits for the device.
+        every: without a dynamic loss scale, look at an optimizer's gradients, and at losses on other devices than a
+            CPU, in one of `every` steps of the optimizer. This waits for the device.
     """
 
     def __init__(self, every: int) -> None:

@@ -76,7 +76,7 @@ class QuietWatch(WatchingMode):
         self.updates.step = self.copies.step = step
 
     def records(self) -> list[QuietRecord]:
-        """Return the losses so far."""
+        """Return the records of the quiet losses so far."""
         return [*self.updates.records(), *self.copies.records()]
 
     def _find_name(self, tensor: Tensor) -> str | None:
