@@ -45,7 +45,7 @@ class Storages:
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return which faults of the step explain that values in these tensors do not fit, by their positions."""
+        """Return the faults that explain why values in these tensors do not fit: positions among the step's faults."""
         known = map(self.find, tensors)
         return set().union(*(written.faults for written in known if written is not None))
 

@@ -148,7 +148,7 @@ def entitle_recording(recording: Recording) -> str:
     title = run.opt_level or "session"
     if run.is_native and run.low:
         title = "torch.autocast"
-        if run.opt_level != "autocast":  # amp_patch changes the script's regions
+        if run.opt_level != "autocast":  # the opt_level given to amp_patch, or "as-is" without one
             title += f", {run.opt_level}"
     dtype = run.low or "no casts"
     if run.script_low:
@@ -165,7 +165,7 @@ def entitle_recording(recording: Recording) -> str:
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
-"""The columns of the table of ops: fields of `OpRecord`. "line" is `entry`, the line of the list that gave the rule."""
+"""The columns of the table of ops: fields of `OpRecord`. "line" is `entry`, the place of the rule in a list."""
 
 _LEFT = OP_COLUMNS[:7]  # aligned to the left
 _COUNTS = ("casts", "avoided")

@@ -158,7 +158,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_cause(pair: Moved) -> bool:
-    """Return whether an op has other dtypes by itself: its rule differs, or its arguments have the same dtypes as before.
+    """Return whether an op has other dtypes by itself: its rule differs, or its arguments have the dtypes of before.
 
     Otherwise, ops before it have given it arguments in other dtypes.
     """

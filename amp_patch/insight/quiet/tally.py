@@ -27,7 +27,7 @@ are 0.80 to 1 in scripts that lose, else up to 0.60. The errors of states are 0.
 
 COMPENSATED = 1e-4
 """A tensor collects rounding errors, as in Kahan's sum, if it would be about zero without rounding: the norm of its
-float32 twin is less than this times its own norm.
+values in float32 is less than this times the norm of its values in 16 bits.
 """
 
 NEGLIGIBLE = 1e-6
@@ -113,7 +113,7 @@ class Change:
 
     @property
     def descent(self) -> float:
-        """How far the stored change goes along the true one: 1 is all the way, 0 is no way."""
+        """The stored change along the true one, as a part of the true one: 1 is all of it, 0 is nothing."""
         return self.along / self.true
 
     @property
@@ -136,10 +136,11 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Compare the stored change of a tensor with the change in float32, the true one. Return None if the true change is
-    zero, or if a change is so large that its squared norm overflows float32.
+    """Compare the stored change of a tensor with the true one. Return None if the true change is zero, or if a change is
+    so large that its squared norm overflows float32.
 
-    Elements whose change is inf or NaN are left out. Waits for the device.
+    `before` and `stored` are the values before and after the change, and `exact` those after it in float32. Elements
+    whose change is inf or NaN are left out. Waits for the device.
     """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
@@ -226,7 +227,8 @@ class Tally:
         """Add a change of a tensor. A `number` that is not 0 identifies it if it has no name or if its name changes."""
         dtype, numel = tensor.dtype, tensor.numel()
         known, _ = self._sources.setdefault(source.key, (source, short(dtype)))
-        if known.is_temporary and not source.is_temporary:  # such as a histogram that the first step makes
+        # the first step may make a tensor, such as a histogram, to which later steps add
+        if known.is_temporary and not source.is_temporary:
             self._sources[source.key] = source, short(dtype)
         tensors = self.tensors.setdefault(source.key, {})
         before = self._last_names.get(number, name)
