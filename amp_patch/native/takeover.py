@@ -104,7 +104,7 @@ class Takeover:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
-        """Also open sessions outside of regions, and report losses that no GradScaler scales to `events.watchers`.
+        """Also open sessions outside of regions, and report to `events.watchers` losses that no GradScaler scales.
 
         Call the result to stop.
         """

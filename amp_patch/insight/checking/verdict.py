@@ -136,7 +136,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
         return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
 
     with_other_dtypes = [pair for pair in differences.moved if pair.has_other_dtypes]
-    # causes first: ops that have other dtypes by themselves, and casts of the script; then ops that got them from these
+    # causes first: ops that cause their other dtypes, and casts of the script; then ops that got dtypes from these
     for pair in with_other_dtypes:
         if _is_cause(pair):
             yield Break("precision", describe(pair), pair.after.site)
@@ -158,7 +158,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_cause(pair: Moved) -> bool:
-    """Return whether an op has other dtypes by itself: its rule differs, or its arguments have the dtypes of before.
+    """Return whether an op causes its other dtypes: its rule differs, or its arguments have the same dtypes as before.
 
     Otherwise, ops before it have given it arguments in other dtypes.
     """
@@ -333,7 +333,7 @@ def _name_module(module: ModuleRecord) -> str:
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
     """Return the relative difference of the "weights", "output", "gradient" or "update" of a module.
 
-    None for an "update" that `old` lacks, and for another of these that both lack.
+    None if `old` has no "update". For the other names, None if neither module has the number.
     """
     if name == "update":
         return compare_norms(old.update, new.update)

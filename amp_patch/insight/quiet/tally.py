@@ -113,7 +113,7 @@ class Change:
 
     @property
     def descent(self) -> float:
-        """The stored change along the true one, as a part of the true one: 1 is all of it, 0 is nothing."""
+        """The dot product of the two changes, relative to |true|^2: 1 if all is stored, 0 if nothing is."""
         return self.along / self.true
 
     @property
@@ -136,8 +136,9 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Compare the stored change of a tensor with the true one. Return None if the true change is zero, or if a change is
-    so large that its squared norm overflows float32.
+    """Compare the stored change of a tensor with the true one.
+
+    Return None if the true change is zero, or if a change is so large that its squared norm overflows float32.
 
     `before` and `stored` are the values before and after the change, and `exact` those after it in float32. Elements
     whose change is inf or NaN are left out. Waits for the device.

@@ -398,9 +398,9 @@ class UpdateWatch:
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a tensor, which this step reads, if it is a result of the step before.
+        """If the step before made a tensor that this step reads, count its change.
 
-        The script has kept this result, so it has replaced an older tensor.
+        The script has kept the tensor, so it has taken the place of an older one.
         """
         storage = tensor.untyped_storage()
         for successor in self._successors:

@@ -168,7 +168,7 @@ class ValueWatch:
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
-        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # a cast of the script, not of a list
+        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # by the script, not by a list
         if not (is_cast or op.overload.name in _MAKERS):
             return False
         if any(tensor.requires_grad or self._exact.find(tensor) is not None for tensor in op.inputs()):
