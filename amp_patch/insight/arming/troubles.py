@@ -15,7 +15,7 @@ from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
 """This many skipped steps in a row are trouble. Fewer are normal: a dynamic loss scale searches for a value that fits.
-A skipped step is trouble in any case at a scale below 1, and with a loss of inf or NaN.
+A single skipped step is trouble at a scale below 1, and with a loss of inf or NaN.
 """
 
 

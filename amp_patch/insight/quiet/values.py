@@ -77,7 +77,7 @@ _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
 """Ops that usually read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
-"""Ops whose result is as inexact as their input. The op that reads the result shows whether the loss does harm."""
+"""Ops whose result is as inexact as their input. The op that reads the result shows whether this does harm."""
 
 _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
@@ -119,7 +119,7 @@ class ValueWatch:
     Args:
         storages: knows the `Written` of each storage: the record of the op that wrote it last.
         find_op: returns the op of a `Written`, or None if the op is no longer kept.
-        findings: receives the losses.
+        findings: receives what is found.
     """
 
     def __init__(self, storages: Storages, find_op: Callable[[Written], Op | None], findings: Findings) -> None:
@@ -379,10 +379,10 @@ class ValueWatch:
         )
 
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
-        """Report the lost differences that an op reads, except where the loss does no harm.
+        """Report the differences lost in rounding that an op reads, except where this does no harm.
 
-        It does no harm to a distance of tensors of one shape, such as (x - y).abs(), which is about 0 in any case. And
-        it does none to x + (y - x), which is about y in any case.
+        It does no harm to a distance of tensors of one shape, such as (x - y).abs(), which is about 0 in any case, or
+        to x + (y - x), which is about y in any case.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)
