@@ -1,4 +1,7 @@
-"""`Storages`: for each storage, the record of the op that wrote it last."""
+"""`Storages`: for each storage, the record of the op that wrote it last.
+
+`written` explains when a value *fits*, and what a *fault* is.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -29,7 +32,7 @@ class Storages:
     def find_at(self, storage: int, size: int) -> Written | None:
         """Return the record of the storage at an address, or None.
 
-        A record from the previous step counts only if the size in bytes is the same. Otherwise the address belongs to
+        A record from the previous step counts only if its storage had `size` bytes. Otherwise the address belongs to
         another storage now.
         """
         known = self._written.get(storage)
@@ -38,11 +41,11 @@ class Storages:
         return known
 
     def find_parents(self, op: Op) -> list[Written]:
-        """Return the records of the inputs of an op."""
+        """Return the records of those inputs of an op that have one."""
         return [known for tensor in op.inputs() if (known := self.find(tensor)) is not None]
 
     def find_faults(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the faults that explain why values in these tensors do not fit, by their positions in the step."""
+        """Return the faults that explain why values in these tensors do not fit: positions among the step's faults."""
         known = map(self.find, tensors)
         return set().union(*(written.faults for written in known if written is not None))
 
@@ -51,10 +54,13 @@ class Storages:
         self._written[storage] = written
 
     def keep(self, output: Tensor, written: Written) -> None:
-        """Set the record of an output, which may be a part of its storage."""
+        """Set the record of an output's storage.
+
+        If the output is only a part of it and fits, a record of values that do not fit stays.
+        """
         earlier = self.find(output)
         if earlier is not None and not is_whole(output) and not math.isfinite(earlier.largest):
-            # the old record stays if the output fits: the value that did not fit may be in another part of the storage
+            # the value that does not fit may be in another part of the storage
             if math.isfinite(written.largest):
                 return
             written.faults |= earlier.faults

@@ -67,7 +67,7 @@ def read_largest(tensor: Tensor) -> float:
     Of a complex tensor, the real and imaginary parts count.
     """
     values = tensor.detach()
-    # One kernel for both ends, without a copy of the magnitudes. NaN wins both.
+    # One kernel finds the smallest and the largest value, without a copy of the magnitudes. With a NaN, both are NaN.
     low, high = aminmax(torch.view_as_real(values.resolve_conj()) if values.is_complex() else values)
     smallest, largest = low.item(), high.item()
     if math.isnan(smallest):

@@ -84,7 +84,10 @@ def _legend(recording: Recording, ops: list[OpRecord]) -> Iterator[str]:
 
 
 def merge_steps(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Merge records that differ only in their step and constants. Yield the results, which have no constants."""
+    """Merge records that differ only in their steps, counts and constants. The counts are added up.
+
+    Yield the results, which have no constants.
+    """
     return _merge(replace(op, step=0) for op in ops)
 
 
@@ -94,8 +97,9 @@ def star_layers(module: str) -> str:
 
 
 def fold_layers(ops: Iterable[OpRecord]) -> Iterator[OpRecord]:
-    """Merge records that differ only in constants and in the numbers in the names of their modules. Yield the results,
-    which have no constants, and `*` for the numbers.
+    """Merge records that differ only in counts, constants and the numbers in the names of their modules.
+
+    Yield the results, which have no constants, and `*` for the numbers in names. The counts are added up.
     """
     alike: dict[OpRecord, list[OpRecord]] = {}
     for op in ops:
@@ -129,7 +133,7 @@ def _is_of_interest(op: OpRecord) -> bool:
     floating = {dtype for dtype in (*op.ran, *op.out) if "f" in dtype}
     if not floating:  # lists do not act on whole numbers
         return False
-    # scripts write to tensors all the time, as by `x[0] = 1`: without a cast, that is what plain torch does
+    # MATCH_SELF is the rule of writes such as `x[0] = 1`. A write without a cast runs as in plain torch.
     is_listed = bool(op.entry or op.rule) and op.rule != OpRule.MATCH_SELF
     return bool(is_listed or op.casts or len(floating) > 1 or floating & {"f16", "bf16"})
 
@@ -144,7 +148,7 @@ def entitle_recording(recording: Recording) -> str:
     title = run.opt_level or "session"
     if run.is_native and run.low:
         title = "torch.autocast"
-        if run.opt_level != "autocast":  # a level or list of the command, which changes the script's regions
+        if run.opt_level != "autocast":  # the opt_level given to amp_patch, or "as-is" without one
             title += f", {run.opt_level}"
     dtype = run.low or "no casts"
     if run.script_low:
@@ -161,12 +165,12 @@ def entitle_recording(recording: Recording) -> str:
 
 
 OP_COLUMNS = ("module", "op", "rule", "line", "given", "ran", "out", "calls", "casts", "avoided", "site")
-"""The columns of the table of ops: fields of `OpRecord`, of which `entry` is called "line"."""
+"""The columns of the table of ops: fields of `OpRecord`. "line" is `entry`, the place of the rule in a list."""
 
 _LEFT = OP_COLUMNS[:7]  # aligned to the left
 _COUNTS = ("casts", "avoided")
 _SPARE = ("avoided", "casts", "calls", "out", "given", "line")
-"""Columns to leave out of a table that is too wide, the least important first. "line" names the list that decided."""
+"""Columns to leave out of a table that is too wide, the least important first."""
 
 _LEAST = {"op": 18, "rule": 18, "line": 14, "given": 20, "ran": 14, "out": 14, "site": 20}
 """Columns of text, each with the width to which it may be shortened."""
@@ -246,7 +250,7 @@ def op_cells(op: OpRecord) -> tuple[str, ...]:
     name, rule, ran = op.op, op.rule, _dtypes(op.ran)
     if op.phase == "recompute":
         name += " (again)"
-    if op.region and not rule.startswith(f"run: {op.region}"):  # a module rule is a region of its own
+    if op.region and not rule.startswith(f"run: {op.region}"):  # a module rule names its region
         rule += f" ({op.region})"
     if _is_computed_in_float32(op):
         ran += "*"

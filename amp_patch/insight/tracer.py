@@ -275,7 +275,7 @@ class Tracer(Recorder):
             self._largest_weight.last = size
 
     def _weights_of(self, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yield the parameters of an optimizer, which may be masters, and the weights of the models."""
+        """Yield the parameters of an optimizer, which may be master weights, and the parameters of the models."""
         for group in optimizer.param_groups:
             yield from group["params"]
         yield from self._weights_of_models()

@@ -124,8 +124,8 @@ class Written:
 def find_culprits(made: Sequence[Written], wanted: Collection[Written]) -> list[Culprit]:
     """Return the ops to run in float32 so that the wanted results are float32.
 
-    `made` has the results of a step in order. An op is left out if an op before it makes one of its
-    inputs float32, and it then runs in float32 without a change of its own.
+    `made` has the results of a step in order. An op is left out if an op before it makes one of its inputs float32, and
+    it then runs in float32 without a change of its own.
     """
     wide: set[Written] = set()
     culprits: list[Culprit] = []

@@ -1,9 +1,9 @@
-"""`Takeover`: applies lists or a level to the regions of `torch.autocast` in a script.
+"""`Takeover`: applies op lists or an opt_level to the regions of `torch.autocast` in a script.
 
-It opens its session (`NativeSession`) when the script enters a region, because the dtype and the device type of the
-region decide which ops are patched. With `everywhere`, and for watchers (`watch`), it may open the session outside of
-regions: when the script makes an optimizer, calls a model or runs a backward pass. If the script calls
-`amp.initialize`, the session of that call replaces the takeover's.
+A region is a block `with torch.autocast(...)`. `Takeover` opens its session (`NativeSession`) when the script enters a
+region, because the dtype and the device type of the region decide which ops are patched. With `everywhere`, and for
+watchers (`watch`), it may open the session outside of regions: when the script makes an optimizer, calls a model or
+runs a backward pass. If the script calls `amp.initialize`, the session of that call replaces the takeover's.
 """
 
 import sys
@@ -104,8 +104,9 @@ class Takeover:
             self._undo.callback(register_module_forward_pre_hook(self._note_call).remove)
 
     def watch(self) -> Callable[[], None]:
-        """Also open a session outside of regions, and report losses that no GradScaler scales to the watchers of
-        `events`. Call the result to stop.
+        """Also open sessions outside of regions, and report to `events.watchers` losses that no GradScaler scales.
+
+        Call the result to stop.
         """
         undo = UndoStack()
         undo.callback(setattr, self, "_is_watching", False)

@@ -105,9 +105,9 @@ class UnscaledLosses:
         """Return the line of the first unscaled backward pass, if a GradScaler is about to unscale gradients that only
         unscaled losses have made. Else return "".
 
-        Also returns "" if the script seems to have multiplied the losses by the scale itself, and for the first such
-        loss of the run, because its graph was not searched for such a factor. For later ones, reading the scale waits
-        for the device.
+        The first such gradients of the run also give "", because the graphs of losses are searched for factors only
+        after them. For later ones, reads the scale, which waits for the device. Returns "" if the scale is at most 1,
+        or if the script seems to have multiplied the losses by it.
         """
         watched = self._watched.get(optimizer)
         if watched is None or not watched.passed_at or watched.is_explained:

@@ -1,4 +1,7 @@
-"""`WholeScript`: puts a script without regions of `torch.autocast` into one region, from the first call of a model."""
+"""`WholeScript`: puts a script without regions of `torch.autocast` into one region, from the first call of a model.
+
+A region is a block `with torch.autocast(...)`.
+"""
 
 import functools
 import threading
@@ -95,8 +98,8 @@ class WholeScript:
             raise HasRegionsError(HAS_REGIONS)
         if get_autocast_depth() or get_backward_id() != -1 or compiling.is_traced():
             return
-        # Without torch's cache of weights: torch clears it at the end of a region only, so after a step it would hold
-        # old weights.
+        # Without torch's cache of cast weights: torch clears it at the end of a region only, so after a step it would
+        # hold old weights.
         region = torch.autocast(device_type, self._low, cache_enabled=False)
         region.__enter__()  # not a `with`: the region outlives this call
         self._thread.region, self._thread.began_in_inference = region, self._thread.inference_depth > 0
@@ -109,7 +112,7 @@ class WholeScript:
             region.__exit__(None, None, None)
 
     def disable_for_step(self) -> None:
-        """Disable autocast until `enable_after_step`: some optimizers multiply matrices, which have to be float32."""
+        """Disable autocast until `enable_after_step`, because some optimizers need matrix products in float32."""
         region = self._thread.region
         # do not exit the region, because the script may have opened other torch.autocast blocks inside it
         if region is not None and torch.is_autocast_enabled(region.device):

@@ -97,8 +97,8 @@ class Redirected:
     def chdir(self, path: Any) -> None:
         if not isinstance(path, int):
             location = self._view.locate(path)
-            # Where it can, the process is in the user's own folder: programs that it starts may not be redirected, and
-            # read the user's files there.
+            # Go to the folder of the lower layer if there is one: programs that the script starts may not be
+            # redirected, and look for the user's files there.
             is_real = location.is_shared or self._view.sees_lower(location.path)
             path = location.direct if is_real else self._view.path_to_read(path)
         self._os["chdir"](path)

@@ -1,4 +1,4 @@
-"""`is_fp_tensor`, the only name that scripts import from Apex's `apex.amp.utils`."""
+"""`is_fp_tensor`, for scripts that import it from Apex's `apex.amp.utils`."""
 
 from torch import Tensor
 

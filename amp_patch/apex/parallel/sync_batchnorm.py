@@ -27,8 +27,8 @@ class SyncBatchNorm(BatchNormBase):
     differ in size; on the CPU, some may be empty. The output has the dtype of the input. `momentum=None` and
     `track_running_stats=False` work as in torch.
 
-    It calls `torch.nn.SyncBatchNorm.forward`, but is no subclass: torch's DistributedDataParallel refuses a subclass on
-    the CPU.
+    Where torch has kernels, it calls `torch.nn.SyncBatchNorm.forward`. It is no subclass of `torch.nn.SyncBatchNorm`,
+    because torch's DistributedDataParallel refuses subclasses on the CPU.
 
     Args:
         channel_last: inputs are (N, ..., C) instead of (N, C, ...).
@@ -55,7 +55,7 @@ class SyncBatchNorm(BatchNormBase):
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize `input`, of at least two dimensions, and add `z`, of the same shape and dtype, to the result.
 
-        Then apply ReLU, with `fuse_relu`. The result has the shape and dtype of `input`.
+        With `fuse_relu`, then apply ReLU. The result has the shape and dtype of `input`.
         """
         moves_channels = self.channel_last and input.dim() > 2
         x = input.movedim(-1, 1) if moves_channels else input

@@ -1,7 +1,6 @@
-"""Reads and restores the state on which a call of a model depends, apart from its arguments, so that it can be
-repeated.
+"""Reads and restores the state on which a call of a model depends, so that the call can be repeated.
 
-This state is the settings of the thread, the generators of random numbers, and the attributes of modules.
+This state is the settings of the thread, the generators of random numbers, and the attributes and buffers of modules.
 """
 
 import contextlib
@@ -79,7 +78,8 @@ def _autocast_as(device_type: str, low: torch.dtype | None) -> Iterator[None]:
             torch.set_autocast_dtype(device_type, low)
         yield
     finally:
-        if torch.autocast_decrement_nesting() == 0:  # a cached copy of a weight must not outlive its step
+        # as in torch.autocast: an optimizer step would leave old values in the cached casts of weights
+        if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(device_type, before[0])
         torch.set_autocast_dtype(device_type, before[1])
@@ -173,7 +173,7 @@ class ModuleState:
 
 
 def read_version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 for an inference tensor, which torch does not count."""
+    """Return how often a tensor was changed in place; -1 for an inference tensor, for which torch keeps no count."""
     return -1 if tensor.is_inference() else get_version(tensor)
 
 

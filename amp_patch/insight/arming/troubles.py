@@ -15,7 +15,7 @@ from ...training import HostCopy, unscaling
 
 _SKIPS_IN_A_ROW = 3
 """This many skipped steps in a row are trouble. Fewer are normal: a dynamic loss scale searches for a value that fits.
-A skipped step is trouble in any case at a scale below 1, and with a loss of inf or NaN.
+A single skipped step is trouble at a scale below 1, and with a loss of inf or NaN.
 """
 
 
@@ -80,8 +80,8 @@ class TroubleWatch:
     """Judges the steps of a run.
 
     Args:
-        every: without a dynamic loss scale, look at gradients, and at losses on other devices than a CPU, in one step
-            of so many of each optimizer. This waits for the device.
+        every: without a dynamic loss scale, look at an optimizer's gradients, and at losses on other devices than a
+            CPU, in one of `every` steps of the optimizer. This waits for the device.
     """
 
     def __init__(self, every: int) -> None:

@@ -1,6 +1,7 @@
 """`judge`: the promises of a contract that a training breaks, causes before their effects.
 
-Importing this does not import torch.
+A contract is a file that promises how a training computes. The *band* of a promised number is how far the number may
+be off. Importing this module does not import torch.
 """
 
 import math
@@ -135,7 +136,7 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
         return f"{_name_op(pair.after)}: {describe_move(pair)}{upgrade.describe(pair.after)}"
 
     with_other_dtypes = [pair for pair in differences.moved if pair.has_other_dtypes]
-    # causes first: ops that decide on other dtypes, and casts of the script; then ops that got other dtypes from these
+    # causes first: ops that cause their other dtypes, and casts of the script; then ops that got dtypes from these
     for pair in with_other_dtypes:
         if _is_cause(pair):
             yield Break("precision", describe(pair), pair.after.site)
@@ -157,8 +158,9 @@ def _judge_ops(contract: Contract, now: Contract, differences: OpDifferences) ->
 
 
 def _is_cause(pair: Moved) -> bool:
-    """Return whether an op decides on its other dtypes itself: its rule differs, or its arguments have the same dtypes
-    as before. Otherwise, ops before it have given it arguments in other dtypes.
+    """Return whether an op causes its other dtypes: its rule differs, or its arguments have the same dtypes as before.
+
+    Otherwise, ops before it have given it arguments in other dtypes.
     """
     return pair.before.rule != pair.after.rule or pair.before.given == pair.after.given
 
@@ -331,7 +333,7 @@ def _name_module(module: ModuleRecord) -> str:
 def _compare_number(old: ModuleRecord, new: ModuleRecord, name: str) -> float | None:
     """Return the relative difference of the "weights", "output", "gradient" or "update" of a module.
 
-    None if `old` has no "update" or, for the others, if neither `old` nor `new` has a sketch.
+    None if `old` has no "update". For the other names, None if neither module has the number.
     """
     if name == "update":
         return compare_norms(old.update, new.update)
@@ -375,9 +377,9 @@ def _match_modules(old: Sequence[ModuleRecord], new: Sequence[ModuleRecord]) -> 
 
 
 def _has_equal_numbers(old: ModuleRecord, new: ModuleRecord) -> bool:
-    """Return whether the weights and the first output are within their bands. One without a band is not compared.
+    """Return whether the weights and the first output are within their bands, as far as they can be compared.
 
-    False if neither is compared.
+    False if neither can be compared.
     """
     compared = [(_compare_number(old, new, name), getattr(old, f"{name}_band")) for name in ("weights", "output")]
     judged = [(difference, band) for difference, band in compared if difference is not None and band is not None]

@@ -16,8 +16,8 @@ LAST_STEPS = 20
 
 
 MOST_KEPT = 0.5
-"""A verdict gives the share of updates that are stored, if it is at most this. If it is larger, the verdict gives the
-error of the updates instead.
+"""A verdict gives the share of elements whose update survives the rounding to 16 bits (`ComparedRecord.kept`), if this
+share is at most `MOST_KEPT`. If it is larger, the verdict gives the error of the updates instead.
 """
 
 
@@ -36,7 +36,7 @@ class Row(NamedTuple):
         batches: the number of batches in the run of the first seed, including those that end in no step.
         skipped: the number of skipped steps of all seeds.
         scale: the last loss scale of the first seed.
-        zero: the share of the reference's gradients that the low dtype rounds to zero, without a loss scale.
+        zero: the share of the reference's gradients that become zero in the dtype `run.low`, without a loss scale.
         zero_scaled: the same share with the loss scale `scale`.
         worst: the op in 16 bits that adds the largest error.
     """
@@ -124,9 +124,9 @@ class Summary:
         return None
 
     def first_difference(self, name: str) -> float | None:
-        """Return the largest finite difference, over the seeds, of the loss in the first step from the reference's.
+        """Return how far the loss of the first step is from the reference's: the largest finite distance of all seeds.
 
-        None if the run began with other weights than the reference, or if no such difference is finite.
+        None if the run began with other weights than the reference, or if no distance is finite.
         """
         of_seeds = [abs(of_seed[0]) for of_seed in self.differences(name) if of_seed and math.isfinite(of_seed[0])]
         run = next(run for run in self.runs if run.run == name)
@@ -142,7 +142,7 @@ class Summary:
         means = []
         for of_seed in self.differences(self.about.reference, is_noise=True):
             magnitudes = [abs(difference) for difference in of_seed]
-            # in long trainings, noise grows, and the last steps decide on the final loss
+            # noise grows in long trainings, and the final loss is the mean over the last steps
             means.append(max(mean(magnitudes), mean(last(magnitudes))))
         if not means:
             return None
@@ -240,7 +240,10 @@ def _find_median(times: Iterable[float]) -> float | None:
 
 
 def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) -> float | None:
-    """Return the share of gradients that a dtype rounds to zero at a loss scale. None for a scale of 0, inf or NaN."""
+    """Return the share of gradients that a dtype rounds to zero at a loss scale.
+
+    None for a scale of 0, inf or NaN; 0.0 for a dtype that is not in `FORMATS`, such as float32.
+    """
     if not 0 < scale < math.inf:
         return None
     if low not in FORMATS:
@@ -249,7 +252,7 @@ def _find_zero_share(gradients: GradientRecord, low: str, scale: float = 1.0) ->
 
 
 def is_off(run: ComparedRecord) -> bool:
-    """Return whether a verdict gives the error of updates, and not the share that is stored: see `MOST_KEPT`."""
+    """Return whether a verdict gives the error of the updates, and not the share that survives: see `MOST_KEPT`."""
     return run.kept is not None and run.kept > MOST_KEPT and run.update_error is not None
 
 

@@ -1,4 +1,7 @@
-"""`Tally`: adds up the stored and the true changes of 16-bit tensors, by the code that makes them."""
+"""`Tally`: adds up the stored and the true changes of 16-bit tensors, by the code that makes them.
+
+The *stored* change is the one in 16 bits. The *true* change is the same change computed in float32.
+"""
 
 import math
 from collections import deque
@@ -14,9 +17,9 @@ from ..rules import short
 LOST, LOST_OF_STATE, LOST_IN_GRADIENT, LOST_IN_SUM = 0.7, 0.45, 0.1, 0.1
 """A change counts as lost if its relative error (`Change.error`) is above the limit. The error is 1 if nothing is kept.
 
-LOST is for weights, whose changes differ from step to step. LOST_OF_STATE is for averages, statistics and counters,
-most of which add up changes of one sign. LOST_IN_GRADIENT is for gradients that are summed over backward passes, and
-LOST_IN_SUM for a sum within one op.
+LOST is for weights, whose changes differ from step to step. LOST_IN_GRADIENT is for gradients that are summed over
+backward passes, and LOST_IN_SUM for a sum within one op. LOST_OF_STATE is for other tensors, such as averages,
+statistics and counters: most of them add up changes of one sign.
 
 Measured on the scripts of tests/support/quiet_faults.py, 44 that lose updates and 49 that do not. The errors of weights
 are 0.80 to 1 in scripts that lose, else up to 0.60. The errors of states are 0.52 to 1, else up to 0.41.
@@ -24,11 +27,11 @@ are 0.80 to 1 in scripts that lose, else up to 0.60. The errors of states are 0.
 
 COMPENSATED = 1e-4
 """A tensor collects rounding errors, as in Kahan's sum, if it would be about zero without rounding: the norm of its
-float32 twin is below this part of its own norm.
+values in float32 is less than this times the norm of its values in 16 bits.
 """
 
 NEGLIGIBLE = 1e-6
-"""A tensor is left out if the mean square of its change is at most this part of the largest mean square among the
+"""A tensor is left out if the mean square of its change is at most this times the largest mean square among the
 tensors of the same source. Such a change is noise.
 """
 
@@ -110,7 +113,7 @@ class Change:
 
     @property
     def descent(self) -> float:
-        """The stored change along the true one: 1 is whole, 0 is nothing."""
+        """The dot product of the two changes, relative to |true|^2: 1 if all is stored, 0 if nothing is."""
         return self.along / self.true
 
     @property
@@ -133,10 +136,12 @@ NOTHING = Change(0.0, 0.0, 0.0, 0, 0)
 
 
 def compare_change(before: Tensor, stored: Tensor, exact: Tensor) -> Change | None:
-    """Compare the stored change of a tensor with the change in float32, the true one. Return None if the true change is
-    zero, or if a change is so large that its squared norm overflows float32.
+    """Compare the stored change of a tensor with the true one.
 
-    Elements whose change is inf or NaN are left out. Waits for the device.
+    Return None if the true change is zero, or if a change is so large that its squared norm overflows float32.
+
+    `before` and `stored` are the values before and after the change, and `exact` those after it in float32. Elements
+    whose change is inf or NaN are left out. Waits for the device.
     """
     earlier = before.float()
     true, done = (exact - earlier).flatten(), (stored - earlier).flatten()
@@ -220,10 +225,11 @@ class Tally:
         self._last_names: dict[int, str] = {}  # by the number of the tensor
 
     def add(self, step: int, source: Source, change: Change, name: str, number: int, tensor: Tensor) -> None:
-        """Add a change of a tensor. `number` identifies it if it has no name, or if its name changes; 0: none."""
+        """Add a change of a tensor. A `number` that is not 0 identifies it if it has no name or if its name changes."""
         dtype, numel = tensor.dtype, tensor.numel()
         known, _ = self._sources.setdefault(source.key, (source, short(dtype)))
-        if known.is_temporary and not source.is_temporary:  # such as a histogram that the first step makes
+        # the first step may make a tensor, such as a histogram, to which later steps add
+        if known.is_temporary and not source.is_temporary:
             self._sources[source.key] = source, short(dtype)
         tensors = self.tensors.setdefault(source.key, {})
         before = self._last_names.get(number, name)

@@ -77,7 +77,7 @@ class UpdateWatch:
 
     Args:
         name: returns the qualified name of a tensor of a model, "" for another tensor, and None for a tensor whose
-            changes are not to be followed, such as the 16-bit copy of a float32 master.
+            changes are not to be followed, such as the 16-bit copy of a float32 master weight.
         find_module: returns the name of the module that is running.
     """
 
@@ -214,7 +214,7 @@ class UpdateWatch:
         elif not self._may_succeed(overload, args, kwargs):
             return None
         site = find_site()
-        if site.by == "amp":  # amp_patch itself scales gradients and copies masters
+        if site.by == "amp":  # amp_patch itself scales gradients and copies master weights
             for tensor in written:
                 self._forget(tensor)
             return None
@@ -398,8 +398,9 @@ class UpdateWatch:
         return self._roots[id(storage)]
 
     def _confirm(self, tensor: Tensor) -> None:
-        """Count the change of a result that has replaced an older tensor. It has, if this step reads it: the script has
-        kept it since the step before.
+        """If the step before made a tensor that this step reads, count its change.
+
+        The script has kept the tensor, so it has taken the place of an older one.
         """
         storage = tensor.untyped_storage()
         for successor in self._successors:

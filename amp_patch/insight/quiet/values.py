@@ -42,7 +42,7 @@ MISMATCHED = 0.01
 """Integers and results of comparisons are reported if more than this share of them differs from those in float32."""
 
 DROWNED = 0.06
-"""A difference is lost in rounding if the rounding error of its operands is larger than this part of the difference.
+"""A difference is lost in rounding if the rounding error of its operands is larger than this times the difference.
 
 Measured on the scripts of tests/support/quiet_faults.py: at least 0.18 where it is lost, at most 0.015 elsewhere.
 """
@@ -77,7 +77,7 @@ _SIZES = frozenset({"abs", "pow", "sign", "linalg_vector_norm", "norm", "sgn"})
 """Ops that usually read only the size or the sign of a difference."""
 
 _UNCHANGING = frozenset({"neg", "_to_copy", "clone"})
-"""Ops whose result is as inexact as their input. The op that reads the result shows whether the loss does harm."""
+"""Ops whose result is as inexact as their input. The op that reads the result shows whether this does harm."""
 
 _DIFFERENCES = frozenset({"sub", "add", "rsub"})
 _KEEPS_COARSE = frozenset(
@@ -119,7 +119,7 @@ class ValueWatch:
     Args:
         storages: knows the `Written` of each storage: the record of the op that wrote it last.
         find_op: returns the op of a `Written`, or None if the op is no longer kept.
-        findings: receives the losses.
+        findings: receives what is found.
     """
 
     def __init__(self, storages: Storages, find_op: Callable[[Written], Op | None], findings: Findings) -> None:
@@ -161,11 +161,14 @@ class ValueWatch:
     # ---- values that collapse ----------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, call: OpCall) -> bool:
-        """Begin to follow the result of an op if it is a root. Return whether it is."""
+        """Begin to follow the result of an op if it is a root. Return whether it is.
+
+        Report a root if few of its evenly spaced values stay distinct: see `DISTINCT`.
+        """
         outputs = op.outputs()
         if len(outputs) != 1 or outputs[0].dtype not in LOW_DTYPES or not 1 < outputs[0].numel() <= LARGEST_ROOT:
             return False
-        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # the script's own, not one by a list
+        is_cast = op.overload.packet is TO_COPY and call.op.startswith("aten.")  # by the script, not by a list
         if not (is_cast or op.overload.name in _MAKERS):
             return False
         if any(tensor.requires_grad or self._exact.find(tensor) is not None for tensor in op.inputs()):
@@ -288,7 +291,7 @@ class ValueWatch:
                 return
 
     def _check_difference(self, op: Op, call: OpCall, written: Written) -> None:
-        """Look for a sum or difference of which the rounding errors of its operands are a large part: see `DROWNED`."""
+        """Look at a sum or difference. The rounding errors of its operands may be a large part of it: see `DROWNED`."""
         operands = [tensor for tensor in op.inputs() if tensor.is_floating_point()]
         dtypes = [self._find_coarse(tensor) for tensor in operands]
         dtype = next((each for each in dtypes if each is not None), None)
@@ -331,7 +334,7 @@ class ValueWatch:
 
     def _find_rounding_left(self, op: Op, twins: Twins) -> float:
         """Return the rounding error that the inputs of an op still have in `twins`. `_widen` has removed none from an
-        input without a twin, or with an equal one.
+        input without a twin, or with a twin of equal values.
         """
         roundings = [0.0]
         for tensor in op.inputs():
@@ -361,7 +364,7 @@ class ValueWatch:
         """Note a difference if it is lost in rounding. `rounding`: the rounding error of its operands."""
         size = _size(op.outputs()[0])
         place = place_of(call)
-        if not math.isfinite(size) or not math.isfinite(rounding):  # `FaultFinder` reports it
+        if not math.isfinite(size) or not math.isfinite(rounding):  # `FaultFinder` reports inf and NaN
             return
         if not size or rounding <= DROWNED * size:
             self._findings.pass_over(QuietCause.CANCELLED, place)
@@ -376,10 +379,10 @@ class ValueWatch:
         )
 
     def _judge_differences(self, op: Op, name: str, made: Sequence[Written]) -> None:
-        """Report the lost differences that an op reads, except where the loss does no harm.
+        """Report the differences lost in rounding that an op reads, except where this does no harm.
 
-        It does no harm to a distance of tensors of one shape, such as (x - y).abs(), which is about 0 in any case. And
-        it does none to x + (y - x), which is about y in any case.
+        It does no harm to a distance of tensors of one shape, such as (x - y).abs(), which is about 0 in any case, or
+        to x + (y - x), which is about y in any case.
         """
         for tensor in op.inputs():
             known = self._storages.find(tensor)

@@ -1,6 +1,6 @@
 """`QuietWatch`: passes the ops of a run on to `UpdateWatch` and `CopyWatch`, which look for quiet losses.
 
-In a *quiet loss*, 16 bits make values wrong, and all values stay finite.
+A *quiet loss* is a loss of precision: 16 bits make values wrong, and all values stay finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class QuietWatch(WatchingMode):
         self.updates.step = self.copies.step = step
 
     def records(self) -> list[QuietRecord]:
-        """Return the losses so far."""
+        """Return the records of the quiet losses so far."""
         return [*self.updates.records(), *self.copies.records()]
 
     def _find_name(self, tensor: Tensor) -> str | None:

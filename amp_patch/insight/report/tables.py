@@ -1,4 +1,4 @@
-"""HTML tables, which the page's JavaScript (`report.js`) sorts and filters. Without JavaScript, they are plain."""
+"""HTML tables, which the page's JavaScript (`report.js`) sorts and filters."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def make_table(
 ) -> Markup:
     """Return a table in a box that scrolls, with a button in each heading. The first `left` columns are left-aligned.
 
-    With `filter_by`, the label of a field, there is a field that filters the rows.
+    `filter_by` is the label of a field above the box that filters the rows. Without a label, there is no such field.
     """
     body: list[Markup] = []
     for row in rows:

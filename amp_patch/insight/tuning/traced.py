@@ -1,4 +1,4 @@
-"""`Traced`: the result of a run under a `Tracer` with the list that the search has found, over more steps."""
+"""`Traced`: the result of tracing a training with the list that `Tuner` has found, over more steps than it compares."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""`Tuner`: finds a list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
+"""`Tuner`: finds an op list that keeps few modules or ops in float32, with one run in float32 and runs of candidates.
 
-The run in float32 shows which ops would overflow in 16 bits, and which would lose most precision. A *candidate* is a
-list with some entries, which keep modules or ops in float32. The first candidate has entries for what would overflow.
+The run in float32 shows which ops would overflow in 16 bits, and which would lose most precision. A *candidate* is an
+op list whose entries keep modules or ops in float32. The first candidate has entries for what would overflow.
 Entries are added until losses and gradients agree with the run in float32, and then needless entries are removed. These
 runs compare a few steps. A traced run then checks more steps with the best list, and entries are added against the
 faults that it finds. The written list has the entries of the best run.
