@@ -96,8 +96,8 @@ class GradientSums:
     def begin(self, block: Block) -> None:
         """Multiply the gradients of parameters by the scale of a block. Gradients of masters stay unscaled.
 
-        Raises SessionError inside a block with another scale. Raises it also while another thread is in a block or a
-        step, if there are masters or if one of the two blocks has a scale.
+        Raises SessionError inside a block with another scale. If there are masters or scales, raises it also while
+        another thread is in a block or a step.
         """
         if self._open:
             for outer in self.open_blocks():
@@ -167,10 +167,7 @@ class GradientSums:
         self.end_step(flags)
 
     def begin_step(self, flags: OverflowFlags) -> None:
-        """Unscale gradients before a step, and check them (see `unscale_all`). Inside a block: only the optimizer's.
-
-        Raises SessionError as `begin` does for other threads, or if an error has left gradients half unscaled.
-        """
+        """Unscale gradients before a step, and check them (see `unscale_all`). Inside a block: only the optimizer's."""
         if self._change.is_half_done:
             self._raise_half_unscaled()
         open_blocks = self.open_blocks() if self._open else []
@@ -280,7 +277,10 @@ class GradientSums:
         if self._change.is_half_done:
             self._raise_half_unscaled()
         scale = self._scale
-        ended = [block for block in self._waiting if block.scale is not None]
+        ended: list[Block] = []
+        for block in self._waiting:
+            if block.scale is not None:
+                ended.append(block)
         if scale is not None and not ended and not self._open:
             ended = [self._replace_lost_block()]
         if scale is None and ended:  # they waited for a reduction, and all reduced gradients are unscaled already
@@ -428,9 +428,9 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Before a step, give unreduced gradients the scale of the reduced ones. Raises OptimizerError if the optimizer
-        has masters.
-        """
+        """Before a step, give unreduced gradients the scale of the reduced ones. Raises OptimizerError with masters."""
+        if not self.local.ids:
+            return
         local_ids = self.local.find_ids(flags.groups.model_parameters)
         if not local_ids:
             return
