@@ -89,7 +89,7 @@ class Recorder(Probe):
     def session_opened(self, session: Session) -> None:
         """Observe a session if its next step, or the step after that, is to be recorded.
 
-        Called again when the session gets more models.
+        Called again when the session gets more models. Then only `run` is updated.
         """
         self.run = describe_run(session)
         if self._session is session:

@@ -54,7 +54,7 @@ class RunRecord:
 
 
 MOST_CONSTANTS = 8
-"""The most different constants of an `OpRecord`. If there are more, it has none."""
+"""The largest number of constants in an `OpRecord`. If its calls have more different constants, it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class GradientRecord:
 
     Attributes:
         run: the name of the run.
-        lowest: the power of two of the first count.
+        lowest: the exponent of two at the first count.
         counts: `CLASSES` counts for each power of two.
         zeros, nonfinite: the number of zeros, and of inf and NaN.
     """
@@ -370,7 +370,7 @@ class LowOpRecord:
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
         backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
-            in 16 bits; 0 for products, and if not measured.
+            in 16 bits; 0 for products (see `Shadow`), and if not measured.
         effect: the change of the loss by rounding, to first order: the sum over all calls of |gradient . error|.
         site: the line of the script; "" if calls at all lines count together.
     """

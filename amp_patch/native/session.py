@@ -34,7 +34,7 @@ modules. The first step would be too early: in a GAN, the second model may be ca
 
 
 def find_session() -> "NativeSession | None":
-    """Return the session in force if it is a NativeSession."""
+    """Return the session in force if it is a NativeSession; else None."""
     session = current.state.session
     return session if isinstance(session, NativeSession) else None
 
@@ -61,7 +61,7 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 
 
 class NativeSession(Session):
-    """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
+    """Applies lists inside regions of `torch.autocast`. With the opt_level `AS_IS`, it only observes.
 
     `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Once
     the script uses an enabled GradScaler, the session shows the scale of that scaler.

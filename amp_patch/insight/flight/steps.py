@@ -78,7 +78,7 @@ class StepFollower(events.Watcher):
         self._follow(None)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients. They are unscaled by now, also if the step will be skipped."""
+        """Sample the gradients, also if the step will be skipped."""
         self._told = optimizer
         self._begin(optimizer)
 
