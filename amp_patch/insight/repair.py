@@ -59,7 +59,7 @@ class Repair:
         is_scaled: returns whether a tensor carries the loss scale.
 
     Attributes:
-        made: the records of the results of the forward pass, in order.
+        made: the `Written` records of the results of the forward pass, in order.
         rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op of the forward pass whose result is not finite in float32 either, with its line; "" if
             there is none.

@@ -129,7 +129,7 @@ class StepFaults:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
         # What float32 cannot hold in the backward pass matters only if a gradient is not finite in float32 either. If
-        # all are, a later op has masked it.
+        # all gradients are finite in float32, a later op has masked it.
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),

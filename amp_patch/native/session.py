@@ -91,7 +91,7 @@ class NativeSession(Session):
         self._steps_taken = self._steps_skipped = 0
         self._steps_by_optimizer: Counter[int] = Counter()  # by id
         self._has_warned_of_rules = False
-        # steps that are not counted yet: the id of the optimizer, and whether it was skipped
+        # for each step that is not counted yet: the id of the optimizer, and whether the step was skipped
         self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()
         self._seen_low: torch.dtype | None = None
         self._low_weights: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""`Ranking`: reads from the run in float32 which modules or ops must be in float32, and which to try next."""
+"""`Ranking`: ranks modules and ops by how much they need float32, from the recording of a run in float32."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
