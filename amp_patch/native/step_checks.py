@@ -129,7 +129,7 @@ class StepChecks:
             )
         hint = ""
         if "apex" in sys.modules:
-            hint = " No level can be applied to FP16_Optimizer of apex."
+            hint = " No opt_level can be applied to FP16_Optimizer of apex."
         raise NoRegionError(
             f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
             " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"
