@@ -45,8 +45,7 @@ class Blame(NamedTuple):
     """The rounding that made a result not fit.
 
     Attributes:
-        exact: the result in float32. None if it is not known, or if each value that is not finite in the result is not
-            finite in float32 either.
+        exact: the result in float32. None if it is not known, or if no inf or NaN of the result is finite in float32.
         wanted: the records of the earlier ops that have to run in float32 so that the result fits.
         lost: an argument of one of these ops, such as an eps, that is zero in 16 bits; None if there is none.
     """

@@ -67,7 +67,7 @@ class Recorder(Probe):
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
-        self.is_in_block = False  # set by `in_block`: leave the block when a session of amp.initialize closes
+        self.is_in_block = False  # set by `in_block`: stop for good when a session of amp.initialize closes
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
