@@ -50,8 +50,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     The result of a session that keeps optimizer state in another dtype can be loaded, too.
 
-    Raises ArgumentTypeError if it is not a mapping, CheckpointError if it does not fit the loss scales or cannot be
-    read, and SessionError before `initialize`. Then the loss scales stay as they are.
+    Raises ArgumentTypeError if `state_dict` is not a mapping, CheckpointError if it does not fit the loss scales or
+    cannot be read, and SessionError before `initialize`. After an error, the loss scales are as they were before.
 
     Examples:
         >>> model = amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)

@@ -1,5 +1,5 @@
-"""The level and the lists of a command, or of `apex.install`. The level replaces the script's level, and the lists are
-added to the script's.
+"""The opt_level and the op lists of a command, or of `apex.install`. The opt_level replaces the script's own, and the
+lists are added to the script's.
 """
 
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .errors import PolicyError, SessionError
 
-# arguments of `initialize` that are dropped if the level is replaced, because they may not fit the new level; other
+# arguments of `initialize` that are dropped if the opt_level is replaced, because they may not fit the new one; other
 # arguments, such as the loss scale, are kept
 _OF_LEVELS = frozenset(
     {
@@ -22,14 +22,16 @@ class NoRegionError(SessionError):
 
 
 class UnsuitedLevelError(PolicyError):
-    """A script cannot run at the level of a command: regions of `torch.autocast` cannot take the level, or the script
-    scales no loss. The command line is at fault, not the script.
+    """A script cannot run at the opt_level of a command. The command line is at fault, not the script.
+
+    Either the opt_level casts models, which regions of `torch.autocast` do not, or it is float16, and the script scales
+    no loss.
     """
 
 
 class HasRegionsError(PolicyError):
-    """A script has regions of `torch.autocast`, and the command was to put all of it into one. The command line is at
-    fault, not the script.
+    """A script has regions of `torch.autocast`, and the command was to put the whole script into one region. The
+    command line is at fault, not the script.
     """
 
 
@@ -37,18 +39,18 @@ class Settings(NamedTuple):
     """The settings of a command.
 
     Attributes:
-        opt_level: replaces the level of the script; None keeps it.
-        lists: op lists on top of the script's lists; later ones win. Levels that patch no functions use only the module
-            rules in lists.
+        opt_level: replaces the opt_level of the script; None keeps it.
+        lists: op lists on top of the script's lists; later ones win. If the opt_level patches no functions, only the
+            module rules in lists are used.
     """
 
     opt_level: str | None = None
     lists: tuple[str, ...] = ()
 
     def override(self, opt_level: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-        """Return the level to use, the script's arguments to use, and the names of its arguments that are dropped.
+        """Return the opt_level to use, the script's arguments to use, and the names of its arguments that are dropped.
 
-        `opt_level` and `given` are the script's level and its other arguments. If another level is used, the
+        `opt_level` and `given` are the script's opt_level and its other arguments. If another opt_level is used, the
         arguments in `_OF_LEVELS` are dropped. An argument that is None counts as not given.
         """
         level = self.opt_level or opt_level
@@ -65,7 +67,7 @@ class Settings(NamedTuple):
 
 
 def describe_replaced(level: str, opt_level: str, dropped: list[str]) -> str:
-    """Return the message about a replaced level, and about the arguments that were dropped with it."""
+    """Return the message about a replaced opt_level, and about the arguments that were dropped with it."""
     message = f"amp: told to use opt_level {level} instead of {opt_level}"
     if dropped:
         message += f", without the script's {', '.join(dropped)}"

@@ -45,10 +45,9 @@ class Blame(NamedTuple):
     """The rounding that made a result not fit.
 
     Attributes:
-        exact: the result in float32; None if float32 makes no inf or NaN of it finite, or if it cannot be computed.
+        exact: the result in float32. None if it is not known, or if no inf or NaN of the result is finite in float32.
         wanted: the records of the earlier ops that have to run in float32 so that the result fits.
-        lost: a number in the script that is zero in 16 bits, such as an eps, and an argument of one of these ops; None
-            if there is none.
+        lost: an argument of one of these ops, such as an eps, that is zero in 16 bits; None if there is none.
     """
 
     exact: Tensor | None
@@ -92,14 +91,14 @@ class Recent:
             self._size -= self._forward.popleft().size
 
     def find(self, written: Written) -> Op | None:
-        """Return the op of the forward pass that a record belongs to; None if it is no longer kept."""
+        """Return the op of the forward pass that was kept with `written`; None if it is no longer kept."""
         return next((kept.op for kept in reversed(self._forward) if kept.written is written), None)
 
     def find_blame(self, op: Op, index: int) -> Blame | None:
-        """Return the earlier ops whose rounding makes the result `index` of an op not fit; None if there are none.
+        """Return the `Blame` of earlier ops whose rounding makes the result `index` of an op not fit; None without any.
 
         First run in float32 all kept ops that the op depends on, and then the op. If its result is finite, rounding is
-        to blame. Then look for few ops that give about the same result in float32, among the last ones.
+        to blame. Then search these ops, the last ones first, for a few that in float32 give about the same result.
         """
         ancestors = [] if is_random(op.function) else self._find_ancestors(op)
         exact = _replay(ancestors, op, index)
@@ -139,7 +138,7 @@ class Recent:
 
 
 def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
-    """Run the ancestors of an op in float32, and then the op. Return its result `index`; None if it cannot run so.
+    """Run the ancestors of an op in float32, and then the op. Return its result `index`; None if the op cannot run.
 
     Ancestors that cannot be repeated keep the results that they had.
     """
@@ -157,7 +156,7 @@ def _replay(ancestors: Sequence[_Kept], op: Op, index: int) -> Tensor | None:
 
 
 def _find_lost(kept: _Kept) -> list[float]:
-    """Return the magnitudes of an op's number arguments that become zero in the dtype of its first result."""
+    """Return the magnitudes of an op's positional float arguments that round to zero in its first result's dtype."""
     tiny = TINY.get(short(kept.results[0].dtype), 0.0)
     numbers = (abs(value) for value in kept.op.args if isinstance(value, float))
     return [number for number in numbers if 0 < number <= tiny]

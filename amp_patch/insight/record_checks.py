@@ -18,7 +18,7 @@ EXPONENTS = range(-1100, 1100)
 
 
 def find_problem(records: Iterable[object]) -> str | None:
-    """Return the first contradiction between the records of a file in words, or None."""
+    """Return the first contradiction in or between the records of a file, in words; None if there is none."""
     return next(_find_problems(list(records)), None)
 
 

@@ -67,7 +67,7 @@ class Recorder(Probe):
         self._scalers = ScalerErrors()
         self._raised: list[RaisedRecord] = []
         self._misuses: list[MisuseRecord] = []
-        self.is_in_block = False  # set by `in_block`: leave the block when a session of amp.initialize closes
+        self.is_in_block = False  # set by `in_block`: stop for good when a session of amp.initialize closes
         self._has_lost_session = False
 
     def _records(self) -> list[Record]:
@@ -89,7 +89,7 @@ class Recorder(Probe):
     def session_opened(self, session: Session) -> None:
         """Observe a session if its next step, or the step after that, is to be recorded.
 
-        Called again when the session gets more models.
+        Called again when the session gets more models. Then only `run` is updated.
         """
         self.run = describe_run(session)
         if self._session is session:

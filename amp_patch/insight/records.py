@@ -54,7 +54,7 @@ class RunRecord:
 
 
 MOST_CONSTANTS = 8
-"""The most different constants of an `OpRecord`. If there are more, it has none."""
+"""The largest number of constants in an `OpRecord`. If its calls have more different constants, it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class OpRecord:
         step: the number of the step in the recording, from 0.
         phase: "forward", "backward", "recompute" (of a checkpoint), or "step" (of an optimizer). Ops of a step are only
             recorded in a step with a closure, and for an optimizer that `events.Watcher` is not told of.
-        module: qualified name of the innermost module that ran; "" outside of all, and for a single model itself.
+        module: qualified name of the innermost module that ran; "" outside of all modules, and in the model itself if
+            there is only one model.
         op: the spelling that was called, such as "F.linear", or the op that torch ran, such as "aten.add".
         rule: the list of the op, such as "blacklist", or another rule that decided, such as "run: float32" of a module
             rule, or "cast_model_type"; "" if none did.
@@ -163,7 +164,7 @@ class ComparedRecord:
     Attributes:
         run: its name, such as "O4" or "O4+my_lists.yaml".
         opt_level, lists, digest: as in `RunRecord`; empty without a recording of the run.
-        low: the short name of the 16-bit dtype, also of the script's own weights; "" without one.
+        low: the short name of the 16-bit dtype, of casts or of the script's own weights; "" without one.
         peak: bytes in use at the peak of a step, with weights and optimizer; None if unknown.
         loss_scale: the loss scale of the step in which layers are measured; None if they are not.
         has_equal_weights: False if the step in which layers are measured began with other weights than in the
@@ -280,7 +281,7 @@ class GradientRecord:
 
     Attributes:
         run: the name of the run.
-        lowest: the power of two of the first count.
+        lowest: the exponent of two at the first count.
         counts: `CLASSES` counts for each power of two.
         zeros, nonfinite: the number of zeros, and of inf and NaN.
     """
@@ -370,7 +371,7 @@ class LowOpRecord:
         gradient_error: largest relative error (L2) of the scaled gradient of a result, once it is rounded.
         gradient: largest magnitude in the unscaled gradient of a result.
         backward_error: largest relative error (L2) of the gradients of the inputs if the backward pass of the op runs
-            in 16 bits; 0 for products, and if not measured.
+            in 16 bits; 0 for products (see `Shadow`), and if not measured.
         effect: the change of the loss by rounding, to first order: the sum over all calls of |gradient . error|.
         site: the line of the script; "" if calls at all lines count together.
     """

@@ -19,7 +19,7 @@ class RemedyKind(Word):
     WEIGHTS = "weights"  # 16-bit weights that are inf or NaN; if float32 holds them, the dtype of their module
     SUM = "sum"  # the reduction of the loss from a sum to a mean, or the loss scale
     SCALE = "scale"  # the loss scale
-    STEP = "step"  # the settings of the optimizer, or the level
+    STEP = "step"  # the settings of the optimizer, or the opt_level
     SCRIPT = "script"  # the script or its data, as `Remedy.advice` says
 
 

@@ -59,7 +59,7 @@ class Repair:
         is_scaled: returns whether a tensor carries the loss scale.
 
     Attributes:
-        made: the records of the results of the forward pass, in order.
+        made: the `Written` records of the results of the forward pass, in order.
         rounding: ops whose rounding to 16 bits made a later result not fit.
         beyond: the first op of the forward pass whose result is not finite in float32 either, with its line; "" if
             there is none.
@@ -222,7 +222,9 @@ class Repair:
         return fitting
 
     def raise_scale(self, tensor: Tensor, exact: Tensor) -> None:
-        """Note the loss scale under which few enough elements of a gradient are zero in 16 bits."""
+        """Note the smallest loss scale under which few enough elements of a gradient are zero in 16 bits, if it is
+        larger than the present scale.
+        """
         sizes = exact[exact != 0].abs().flatten()
         if self._underflow is None or not sizes.numel():
             return
@@ -239,8 +241,9 @@ class Repair:
         """Return the changes that make the values of the step fit.
 
         For gradients that do not fit, the remedy is float32 for ops of the forward pass; a smaller loss scale is
-        returned with it if the scale alone would be enough. If one of these ops is a product, which is slow in float32,
-        the remedy is a smaller loss scale instead, except for gradients that need a scale below 1.
+        returned with it if the scale alone would be enough. If one of these ops is a product, such as a matrix
+        product or a convolution, it is slow in float32. Then the remedy is a smaller loss scale, except for gradients
+        that need one below 1.
         """
         of_forward = find_culprits(self.made, self._wanted)  # ops whose own results do not fit
         all_culprits = find_culprits(self.made, self._wanted | {written for written, _ in self._repairable})

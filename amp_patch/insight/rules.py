@@ -24,7 +24,7 @@ _OWNERS = {
     **dict.fromkeys(("torch.nn.functional", "torch._C._nn"), "F"),
     **dict.fromkeys(("torch.Tensor", "torch._C.TensorBase"), "Tensor"),
 }
-"""Owners of ops that reports give a short name."""
+"""The short names that reports use for some owners of ops."""
 
 
 @functools.cache
@@ -61,9 +61,10 @@ class RuleFinder:
         self._by_replacement: dict[int, op_lists.Spelling] = {}
 
     def is_op(self, owner: Any, name: str, replacement: Callable[..., Any]) -> bool:
-        """Return whether a patched attribute is an op to observe: it is on a list, is a matrix product or a
-        convolution, or has no 16-bit kernel on CPUs. Other patched attributes, such as torch.autograd.backward, are no
-        ops to observe.
+        """Return whether a patched attribute is an op to observe.
+
+        It is if it is on a list, is a product (such as a matrix product or a convolution), or has no 16-bit kernel on
+        CPUs. Other patched attributes, such as torch.autograd.backward, are no ops to observe.
         """
         is_listed = self.find_spelling(owner, name, replacement) is not None
         return is_listed or op_lists.is_product(name) or op_lists.is_without_cpu_kernel(name)
@@ -107,8 +108,8 @@ class RuleFinder:
             rule, entry = self.find_module_rule(module)
         if site.by == "border":  # a cast of the inputs or outputs of a module
             return "border of the cast", entry or policy.opt_level or ""
-        # At levels that do not cast models, a module rule acts only in the region that it opens. No region is open when
-        # a checkpoint that the script wrote itself runs a part of a forward pass again.
+        # At opt_levels that do not cast models, a module rule acts only in the region that it opens. No region is open
+        # when a checkpoint that the script wrote itself runs a part of a forward pass again.
         if rule and (policy.cast_model_type is not None or self._session.switch.mode_here() in _OF_MODULES):
             return rule, entry
         if module is None or policy.cast_model_type is None:

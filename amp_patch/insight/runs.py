@@ -67,7 +67,7 @@ class Probe(events.Watcher, abc.ABC):
 
     @property
     def recording(self) -> Recording:
-        """The records so far. Raises SessionError if there was no session."""
+        """The records so far. Raises SessionError if no session was opened."""
         if self.run is None:
             raise SessionError("nothing was recorded: no model was called, and amp.initialize was not either")
         return Recording(self.run, list(self._records()))

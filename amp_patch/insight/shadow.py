@@ -2,8 +2,9 @@
 
 Each op that can be repeated runs once more, in 16 bits and on inputs that are rounded to 16 bits. So the error of its
 kernel counts, too, such as the rounding of each addition in index_add. Two kinds of ops run in float32 instead, and
-their results are rounded: products, whose 16-bit kernels add in float32, and ops that raise an error in 16 bits. The
-error is kept until the backward pass, where the gradient of the result shows how much the error matters.
+their results are rounded: *products*, such as matrix products and convolutions, whose 16-bit kernels add in float32;
+and ops that raise an error in 16 bits. The error is kept until the backward pass, where the gradient of the result
+shows how much the error matters.
 """
 
 import contextlib

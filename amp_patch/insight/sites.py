@@ -31,7 +31,7 @@ _CHECKPOINT = f"{_TORCH}utils/checkpoint.py"
 _LOW_DTYPE = re.compile(r"half(tensor)?\b|float16|get_autocast", re.IGNORECASE)  # also bfloat16, get_autocast_dtype
 _COMPUTED = (ast.Call, ast.BinOp)  # expressions that compute a tensor
 _RECOMPUTES = (_CHECKPOINT, f"{_TORCH}autograd/")
-"""Files with code that runs a forward again: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
+"""Files with code that repeats a forward pass: torch's checkpoints, and autograd, which runs checkpoints of scripts."""
 _STDLIB = Path(threading.__file__).parent
 _LIBRARIES = ("<", f"{_STDLIB}/contextlib.py", f"{_STDLIB}/importlib/")
 """Beginnings of file names whose code is not the user's: code without a file, and Python's contextlib and importlib."""
@@ -185,7 +185,7 @@ def is_under_checkpoint() -> bool:
 
 
 def find_recomputed() -> nn.Module | None:
-    """Return the module that a checkpoint runs again, or None: the module of the outermost call inside the checkpoint.
+    """Return the module that a checkpoint runs again: the module of the outermost call inside it. None without one.
 
     Hooks do not find it if the script has passed a method of the module, or a function that uses it, to the checkpoint:
     torch calls no hook of the module then.
@@ -229,7 +229,7 @@ def _find_role(file: str) -> str | None:
 
 
 def _find_own_role(parts: tuple[str, ...]) -> str:
-    """Return the role of a module of amp_patch: its own, else the role of the innermost package that has one."""
+    """Return the role of a module of amp_patch: its own, else that of the innermost package with a role, else "amp"."""
     for length in range(len(parts), 0, -1):
         module = sys.modules.get(".".join((_PACKAGE, *parts[:length])))
         role = vars(module).get("__role__") if module is not None else None  # a module may have its own __getattr__

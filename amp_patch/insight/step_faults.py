@@ -1,4 +1,7 @@
-"""`StepFaults`: completes the faults of a step with their cause, their effect and their fix."""
+"""`StepFaults`: completes the faults of a step with their cause, their effect and their fix.
+
+A fault is a value that does not fit into its dtype (see `FaultRecord`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +63,8 @@ class Finished:
 
     Attributes:
         faults: the faults to report.
-        searches: the first fault, if the step was skipped because a dynamic loss scale is still too large; else empty.
+        searches: the first fault, if the step was skipped because a dynamic loss scale is, or may be, too large; else
+            empty.
         unused: faults in gradients that an optimizer may use in a later step.
     """
 
@@ -125,7 +129,7 @@ class StepFaults:
             culprits += [culprit._replace(module=module) for module in self._find_siblings(culprit)]
         repair = self._finder.repair
         # What float32 cannot hold in the backward pass matters only if a gradient is not finite in float32 either. If
-        # all are, a later op has masked it.
+        # all gradients are finite in float32, a later op has masked it.
         beyond = repair.beyond or (repair.beyond_backward if self._seen.is_lost else "")
         return replace(
             self._find_scope(culprits),
@@ -136,7 +140,7 @@ class StepFaults:
 
     def _find_scope(self, culprits: Sequence[Culprit]) -> Fix:
         """Return which modules, ops and lines have to run in float32."""
-        # at a level that casts the model, a list has only module rules, and no casts of ops
+        # at an opt_level that casts the model, only the module rules of a list act
         has_lists = self._session.oplists is not None and self._session.casts is not None
         return find_scope(culprits, self._session.models(), has_lists=has_lists)
 
@@ -170,8 +174,9 @@ class StepFaults:
         return fix
 
     def _is_of_sum(self, scale: float) -> bool:
-        """Return whether a sum in the loss is why gradients need a loss scale of `scale` or less. If the loss were a
-        mean, they would fit at a scale of 1.
+        """Return whether a sum in the loss is why gradients need a loss scale of `scale` or less.
+
+        The sum is the reason if the gradients would fit at a scale of 1 with a mean in its place.
         """
         fitting, summed = self._needs.fitting, self._seen.summed
         return fitting is not None and fitting <= scale and summed >= _FEW and summed * fitting >= 1

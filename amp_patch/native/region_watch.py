@@ -35,8 +35,8 @@ class RegionWatch:
         self._trained_dtypes = set[torch.dtype]()  # of the regions so far in which gradients were enabled
         self._is_after_region = False  # whether such a region began since the last step
         self._walks_left = _MOST_WALKS
-        # The line of the last backward pass since the last step whose graph has float16 tensors, and whose loss nothing
-        # seems to have multiplied by a scale. "" if there was none.
+        # The line of a backward pass since the last step. Its graph has float16 tensors, and nothing seems to have
+        # multiplied its loss by a scale. If there were several, the last one; "" if there was none.
         self._unscaled_at = ""
         self._unscaled_steps = 0  # the number of steps without a GradScaler after such a backward pass
 
@@ -47,9 +47,10 @@ class RegionWatch:
             self._is_after_region = True
 
     def note_backward(self, loss: Any) -> None:
-        """Before a backward pass, look for misuses in the graph of its loss.
+        """Before a backward pass, look for misuses in the graph of its loss, and note whether the loss seems unscaled.
 
-        Looks only at a pass with one loss, after a region since the last step, and at `_MOST_WALKS` graphs at most.
+        Looks only at a pass with one loss, and only if a region with gradients has begun since the last step. Looks at
+        `_MOST_WALKS` graphs at most.
         """
         loss = loss[0] if isinstance(loss, (list, tuple)) and len(loss) == 1 else loss
         if not self._is_after_region or not self._walks_left or not isinstance(loss, Tensor):
@@ -68,7 +69,7 @@ class RegionWatch:
         """Check a step without a GradScaler. `has_scalers`: whether a GradScaler has scaled a loss so far."""
         if self._unscaled_at and not has_scalers:
             self._unscaled_steps += 1
-        # not at the first such step: a script with several optimizers may scale the loss of a later one
+        # not at the first such step: a script with several optimizers may scale the loss of a later optimizer
         if self._unscaled_steps > 1 and self._unscaled_at and not has_scalers:
             self._tell(Misuse(Kind.NO_SCALER, self._unscaled_at))
         self._is_after_region = False

@@ -179,7 +179,7 @@ class ScalerWatch:
         """Return a `torch.autograd.backward` that notes whether losses are scaled, and whose gradients they change."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # a call inside a backward pass is not the script's: torch.utils.checkpoint makes one, for example
+            # a call inside a backward pass is not the script's, for example one by torch.utils.checkpoint
             if get_backward_id() != -1 or has_own_amp():
                 return original(*args, **kwargs)
             self._region_watch.note_backward(args[0] if args else kwargs.get("tensors"))
@@ -289,7 +289,8 @@ class ScalerWatch:
                 self._running_scaler_steps -= is_scaling
             self._unscaled_backwards_at_step[id(optimizer)] = self._unscaled_backwards
             if use is not None:
-                if use.backwards > backwards_before:  # in a closure, which torch refuses by keyword only
+                # `step` has run a closure with a backward pass. torch refuses a closure as a keyword argument only.
+                if use.backwards > backwards_before:
                     self._tell(Misuse(Kind.CLOSURE, find_line()))
                 use.backwards_at_step[id(optimizer)] = use.backwards
                 use.stepped_at[id(optimizer)] = find_line()
@@ -358,7 +359,7 @@ class ScalerWatch:
         return update
 
     def _check_own_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook before each step of an optimizer: check its region, and whether it steps on scaled gradients."""
+        """Hook before each step of an optimizer: check the regions, and whether the gradients are scaled."""
         if has_own_amp():
             return
         self._check_region(optimizer)

@@ -34,7 +34,7 @@ modules. The first step would be too early: in a GAN, the second model may be ca
 
 
 def find_session() -> "NativeSession | None":
-    """Return the session in force if it is a NativeSession."""
+    """Return the session in force if it is a NativeSession; else None."""
     session = current.state.session
     return session if isinstance(session, NativeSession) else None
 
@@ -61,7 +61,7 @@ def find_low_weights(model: nn.Module) -> torch.dtype | None:
 
 
 class NativeSession(Session):
-    """Applies lists inside regions of `torch.autocast`. At the level `AS_IS` it only observes.
+    """Applies lists inside regions of `torch.autocast`. With the opt_level `AS_IS`, it only observes.
 
     `Takeover` and `ScriptSteps` call its `note_` methods for models, optimizers and regions of the script. Once
     the script uses an enabled GradScaler, the session shows the scale of that scaler.
@@ -91,7 +91,7 @@ class NativeSession(Session):
         self._steps_taken = self._steps_skipped = 0
         self._steps_by_optimizer: Counter[int] = Counter()  # by id
         self._has_warned_of_rules = False
-        # steps that are not counted yet: the id of the optimizer, and whether it was skipped
+        # for each step that is not counted yet: the id of the optimizer, and whether the step was skipped
         self._uncounted: deque[tuple[int, bool | HostCopy]] = deque()
         self._seen_low: torch.dtype | None = None
         self._low_weights: torch.dtype | None = None

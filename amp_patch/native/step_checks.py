@@ -1,6 +1,6 @@
 """`StepChecks`: raises an error if a script cannot be trained with the changes that a `Takeover` makes.
 
-A `Takeover` changes regions of an unmodified script, which are blocks `with torch.autocast(...)`.
+A `Takeover` changes the regions of a script whose code stays as it is. A region is a block `with torch.autocast(...)`.
 """
 
 import sys
@@ -45,7 +45,7 @@ class StepChecks:
         self._steps_before_session = 0
         # The next two are about regions since the last step. Regions under torch.no_grad do not count.
         self._has_compiled_region = False  # a region began in compiled code, where no session can be opened
-        self._has_bfloat16_region = False  # a region began in bfloat16, or another dtype than float16
+        self._has_bfloat16_region = False  # a region began in bfloat16, or any dtype other than float16
 
     @property
     def is_waiting(self) -> bool:
@@ -81,8 +81,8 @@ class StepChecks:
         With `needs_region`, call `on_plain_step` at the first step without mixed precision.
 
         Args:
-            level: the name of the level, or None without one.
-            low: the dtype of the level, or None without a session or a level.
+            level: the opt_level, or None without one.
+            low: the 16-bit dtype of the opt_level, or None without a session or an opt_level.
             is_changing: whether the takeover changes anything.
             is_scaling: whether an enabled GradScaler takes the step.
         """
@@ -105,13 +105,13 @@ class StepChecks:
             )
 
     def end_step(self, optimizer: torch.optim.Optimizer, *, is_open: bool) -> None:
-        """Record the end of a step. `is_open`: whether a session is open. An open session counts the step."""
+        """Record the end of a step. If `is_open` is False, no session is open: count the step for the next session."""
         self._has_compiled_region = self._has_bfloat16_region = False
         if not is_open and self._step_counter.note(optimizer):
             self._steps_before_session += 1
 
     def take_steps_before_session(self) -> int:
-        """Return the number of steps since the last session, for the session that is being opened, and set it to 0."""
+        """Return the number of steps without a session, for the session that is being opened, and set it to 0."""
         count, self._steps_before_session = self._steps_before_session, 0
         return count
 
@@ -129,7 +129,7 @@ class StepChecks:
             )
         hint = ""
         if "apex" in sys.modules:
-            hint = " No level can be applied to FP16_Optimizer of apex."
+            hint = " No opt_level can be applied to FP16_Optimizer of apex."
         raise NoRegionError(
             f"this training has no mixed precision to change: {where}, without torch.autocast, and without the"
             " initialize of amp_patch or apex. Call amp_patch.initialize and scale_loss; or write `with"

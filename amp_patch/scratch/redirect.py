@@ -166,7 +166,8 @@ def _find_holders() -> Iterator[Any]:
 
 
 def _watch_imports(view: View, undo: contextlib.ExitStack) -> None:
-    """Replace `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their import.
+    """Replace the functions of `PATH_FUNCTIONS`: at once in packages that are imported already, in others after their
+    import.
 
     Does nothing without wrapt.
     """

@@ -36,7 +36,7 @@ class Replayed:
         micro_batch: the number, from 0, of the loss in whose forward or backward pass the first fault came; None if it
             came in no such pass, or if there was no fault.
         micro_batches: the number of losses in the step.
-        is_repeated: False if no repetition was tried, because the previous step has made weights that are not finite.
+        is_repeated: False if the previous step has made weights that are not finite. Then no repetition is tried.
     """
 
     differences: list[str] = field(default_factory=list)

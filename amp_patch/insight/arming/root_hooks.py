@@ -86,7 +86,7 @@ class RootHooks:
         """Turn the global hooks on and the root's own off. While an exception is handled, the root's own stay on until
         the next `begin` or `end_step`.
 
-        Harmless twice.
+        A second call does nothing.
         """
         root, self._root = self._root, None
         if root is None:

@@ -117,7 +117,7 @@ class Sampler:
 
         Args:
             get_models: returns the models. It is called when a sampled step begins, so it may return more models later.
-            session: has the masters of parameters, and the loss scalers.
+            session: has the float32 masters of parameters, and the loss scalers.
             scalers: GradScalers of the script, in place of the session's.
         """
         self._get_models, self._session, self._scalers = get_models, session, scalers
@@ -334,7 +334,7 @@ class Sampler:
 
 
 def _values_of(gradient: Tensor) -> Iterator[Tensor]:
-    """Yield the values of a gradient that are on this rank; of a sparse gradient those that are stored."""
+    """Yield the values of a gradient that are on this rank; of a sparse COO gradient, those that are stored."""
     local = get_local_tensor(gradient)
     values = gradient if local is None else local
     yield from floating_in([get_sparse_values(values) if values.layout is torch.sparse_coo else values])

@@ -17,15 +17,15 @@ from torch import Tensor
 from ..flight_record import NEAR
 
 VALUES = 512
-"""Shares are estimated from so many values of a tensor. If these are as good as random, the standard error of a share
-is at most 2.3 %.
+"""The shares of zeros and near values are estimated from at most this many values of a tensor. If these are as good as
+random, the standard error of a share is at most 2.3 %.
 """
 
 UNSEEN = -1.0
 """The count of a row that was not measured."""
 
 Columns = list[list[float]]
-"""Counts, largest magnitudes, zeros and near values of a step, each by row."""
+"""Four lists, each with a number for each row: counts of values, largest magnitudes, zeros, and near values."""
 
 # torch's own overloads, which no list patches. With `out`, autocast does not cast their arguments.
 _reduce = torch.ops.aten.linalg_vector_norm.out

@@ -1,4 +1,4 @@
-"""`StepFollower`: begins and ends the steps of a `Sampler` as the optimizers of a script's own loop step."""
+"""`StepFollower`: tells a `Sampler` when steps begin and end, in a script with a training loop of its own."""
 
 import functools
 import weakref
@@ -78,7 +78,7 @@ class StepFollower(events.Watcher):
         self._follow(None)
 
     def step_begun(self, optimizer: Optimizer) -> None:
-        """Sample the gradients. They are unscaled by now, also if the step will be skipped."""
+        """Sample the gradients, also if the step will be skipped."""
         self._told = optimizer
         self._begin(optimizer)
 
@@ -160,8 +160,8 @@ class StepFollower(events.Watcher):
 
 
 class _ScalerStep:
-    """The `step` of a GradScaler while a recorder is attached. In a deep copy or a pickle of the GradScaler, it becomes
-    torch's own `step`.
+    """The `step` of a GradScaler while a `StepFollower` follows it. In a deep copy or a pickle of the GradScaler, it
+    becomes torch's own `step`.
     """
 
     def __init__(self, follower: StepFollower, scaler: Any) -> None:

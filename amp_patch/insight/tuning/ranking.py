@@ -1,4 +1,4 @@
-"""`Ranking`: reads from the run in float32 which modules or ops must be in float32, and which to try next."""
+"""`Ranking`: ranks modules and ops by how much they need float32, from the recording of a run in float32."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from .entries import ListEntry, fold_siblings, prune
 from .float32_run import WHOLE_MODEL
 
 ROUNDING = 8
-"""An op is an *outlier* if its error is more than this multiple of the dtype's `EPS`."""
+"""An op is an *outlier* if its error is more than this multiple of the 16-bit dtype's `EPS`."""
 
 LOWERED = 4.0
 """The factor between the loss scales that are tried after an overflow."""
@@ -39,7 +39,7 @@ class Ranking:
         self._gradients = reference.of(SketchRecord)
 
     def find_forced(self) -> list[ListEntry]:
-        """Return entries for ops that overflow in 16 bits.
+        """Return the entries that keep in float32 the ops that overflow in 16 bits. There is none for the whole model.
 
         Modules whose names differ only in numbers may share an entry (see `fold_siblings`).
         """
@@ -56,11 +56,11 @@ class Ranking:
         return [*fold_siblings((entry.name for entry in prune(modules)), self._existing), *dict.fromkeys(ops)]
 
     def rank(self, forced: Sequence[ListEntry]) -> list[ListEntry]:
-        """Return entries for other ops, the most promising first.
+        """Return entries for the ops that `forced` does not keep in float32, the most promising first.
 
         First come entries for outliers, the largest error first. Then come entries for ops in the modules of outliers:
-        their results may be the cause of the error. Among equal entries, those for the fewest modules come first, then
-        those whose rounding has the largest effect on the loss.
+        their results may be the cause of the error. All others come last. Ties are broken by the number of modules
+        (fewest first), then by the effect of the rounding on the loss (largest first).
 
         Args:
             forced: the result of `find_forced`.
@@ -102,7 +102,7 @@ class Ranking:
         return [ListEntry("module", WHOLE_MODEL), *ops]
 
     def count_modules(self, entries: Iterable[ListEntry]) -> int:
-        """Return how many modules entries keep in float32, of those that ran, plus the number of entries for ops."""
+        """Return the number of modules that ran and that `entries` keep in float32, plus the number of op entries."""
         all_entries = list(entries)
         module_entries = [entry for entry in all_entries if entry.kind == "module"]
         kept_modules = [name for name in self._ran if any(_keeps_module(entry, name) for entry in module_entries)]
@@ -111,8 +111,8 @@ class Ranking:
     def find_loss_scale(self, forced: Sequence[ListEntry]) -> float | None:
         """Return the largest power of 2 as a loss scale at which no gradient overflows, with room for later steps.
 
-        Gradients of what `forced` keeps in float32 do not count. Returns None if the script has no dynamic scale, or if
-        the gradients fit, with this room, at the script's scale.
+        Gradients of ops that overflow, or that `forced` keeps in float32, do not count. Returns None if the script has
+        no dynamic scale, or if the gradients fit, with this room, at the script's scale.
         """
         magnitudes = [
             op.gradient for op in self._ops if not _overflows(op) and not any(_keeps_op(entry, op) for entry in forced)
@@ -134,10 +134,11 @@ class Ranking:
     def find_lower_scales(self, scale: float | None) -> Iterator[float]:
         """Yield loss scales to try after an overflow at `scale`, by default the script's. None of them is below 1.
 
-        The first one is the result of `find_scale_of_loss`, unless that is None. Yields none if the script has no
-        dynamic scale.
+        The first one is the result of `find_scale_of_loss`, unless that is None. Yields none if `scale` is None and
+        the script has no dynamic scale.
         """
-        # `find_loss_scale` may be too large: the script may have clipped the gradients that the run in float32 shows
+        # The result of `find_loss_scale` may be too large: it depends on the gradients that the run in float32 shows,
+        # and the script may have clipped these.
         lower_scale = self.find_scale_of_loss(scale) or (scale or self._loss_scale) / LOWERED
         while lower_scale >= 1:
             yield lower_scale
@@ -178,7 +179,7 @@ class Ranking:
         return f"{op.op}: its results are off by {op.error:.2g} in {low}"
 
     def find_hint(self) -> str:
-        """Return advice for a search in modules about listed ops outside of all modules; "" if there are none."""
+        """Return advice about listed ops outside of all modules; "" if there are none, or if `units` includes ops."""
         if self._units != "modules":
             return ""
         outside = sorted({op.op for op in self._ops if op.module == "" and op.is_listed})
@@ -187,7 +188,7 @@ class Ranking:
         return f"; {', '.join(outside)} run outside of all modules: add --units both"
 
     def _make_entry(self, op: LowOpRecord) -> ListEntry | None:
-        """Return the entry that keeps an op in float32, or None if `units` allow no such entry."""
+        """Return the entry that keeps an op in float32, or None if no entry of these `units` can."""
         has_module = op.module not in ("", WHOLE_MODEL)
         by_op = self._units == "ops" or (self._units == "both" and not has_module)
         if by_op and op.is_listed:

@@ -43,9 +43,9 @@ class TuneResult:
     Attributes:
         entries: the entries of the list; empty if there is no list.
         trials: one for each candidate that was tried, in order.
-        runs: the number of runs of the search. Runs that trace its result do not count.
-        is_reached: whether the run with these entries passed. False, too, if a traced run then had a fault, unless the
-            script's loss scale may be the reason.
+        runs: the number of runs of the search. Traced runs, which look for faults in more steps, do not count.
+        is_reached: whether the run with these entries passed, and no traced run found a fault then. A fault that the
+            script's loss scale may have caused does not count.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.
