@@ -126,7 +126,7 @@ class Switch:
     the calling thread.
 
     Args:
-        autocast: outside all regions, ops cast only in these torch.autocast blocks. None: they cast everywhere.
+        autocast: ops cast only in these torch.autocast blocks. None: they cast everywhere.
 
     Attributes:
         on: whether any op may cast.
@@ -222,8 +222,8 @@ class Switch:
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # Autocast is off, or has another dtype. If the region itself has paused autocast, the mode applies: ops were
-        # cast before the region opened, and no block has begun since.
+        # Autocast is off, or has another dtype. If ops were cast before the region opened, and the thread is in the same
+        # block as then, only a region can have paused autocast, and the mode applies.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:

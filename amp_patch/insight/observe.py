@@ -181,7 +181,7 @@ class Observer:
             if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
-            if site.by == "amp":  # scales and masters are no ops of the script
+            if site.by == "amp":  # a call for loss scales or masters, which is not the script's
                 return replacement(*args, **kwargs)
             calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
@@ -231,7 +231,7 @@ class Observer:
     def _is_reached(self) -> bool:
         """Return whether lists, or rules for modules, act in this thread now.
 
-        True at an opt_level without casts of ops, where nothing can switch them off.
+        Always True at an opt_level that casts no ops.
         """
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
@@ -288,7 +288,9 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor raises no dtype
+            if (
+                tensor.dtype is not torch.float32 or not tensor.dim()
+            ):  # a 0-dim tensor does not make the op compute in float32
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:
@@ -309,7 +311,7 @@ class Observer:
         return self._running.find_name(module)
 
     def _make_call(self, op: Op) -> OpCall:
-        """Return a call that stands for an op such as `torch.empty`, which ran outside of listed calls."""
+        """Return a call that stands for an op that ran outside of listed calls, such as `torch.empty`."""
         site = find_site()
         return OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(op.node, site))
 
@@ -349,7 +351,10 @@ class Observer:
     def _note_alone(
         self, op: Op, cast: tuple[Tensor, Tensor] | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> OpCall | None:
-        """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list."""
+        """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list.
+
+        Return its call; None for an op that amp_patch itself runs.
+        """
         node, forward = op.node, None
         if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))

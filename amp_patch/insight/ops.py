@@ -185,7 +185,7 @@ def _find_reduction(op: Op) -> int | None:
 
 
 def run_in_float32(op: Op) -> Op | None:
-    """Run an op with its 16-bit inputs cast to float32. Return this run; None if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return this run; None if the op raises an error."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -209,13 +209,13 @@ def run_in_float32(op: Op) -> Op | None:
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Run an op with its 16-bit inputs cast to float32. Return its floating results; [] if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return its floating results; [] if the op raises an error."""
     run = run_in_float32(op)
     return [] if run is None else run.floating_results()
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore the random number generators of the CPU and of the devices of `args` after the block."""
+    """Context manager: after the block, restore the random number generators of the CPU and of the devices of `args`."""
     devices = {tensor.device for tensor in tensors_in(args) if tensor.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     return torch.random.fork_rng([device.index for device in devices], device_type=kind)

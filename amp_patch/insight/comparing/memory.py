@@ -19,8 +19,7 @@ class PeakMeter:
     """Measures the peak of the memory of a session.
 
     On an accelerator, the allocator of torch reports the peak of the process; if it does not, as on MPS, the peak is
-    None.
-    On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
+    None. On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
     states, and all results of ops. It does not count memory that ops use internally, or storages of sparse tensors and
     of tensor subclasses.
 
@@ -101,7 +100,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _state_of(session: Session) -> Iterator[Tensor]:
-    """Yield weights, masters and buffers, their gradients, and optimizer states."""
+    """Yield weights and buffers with their gradients, then float32 masters and optimizer states."""
     models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
     optimizers = session.optimizers()
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)

@@ -56,7 +56,9 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 def make_page(
     title: str, terms: list[tuple[str, str]], sections: Sequence[Markup], *, colours: Sequence[str] = ()
 ) -> str:
-    """Return a page with terms below its title, and sections.
+    """Return a page: a title, below it the texts of terms, and sections.
+
+    `terms`: a term, such as "torch", and its text each.
 
     `colours`: the names of runs. The index of a name is the number of the series that has its colour.
     """
