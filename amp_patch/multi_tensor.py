@@ -1,4 +1,4 @@
-"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype. No op list casts their arguments."""
+"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype. No op list acts on it."""
 
 import operator
 from collections.abc import Iterable

@@ -222,8 +222,8 @@ class Switch:
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # Autocast is off, or has another dtype. If ops were cast before the region opened, and the thread is in the same
-        # block as then, only a region can have paused autocast, and the mode applies.
+        # Autocast is off, or has another dtype. The mode applies if a region has paused autocast: ops were cast before
+        # the region opened, and the thread is in the same block as then.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:

@@ -403,7 +403,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache, because the tracer would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache: a tracer would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():

@@ -288,9 +288,7 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if (
-                tensor.dtype is not torch.float32 or not tensor.dim()
-            ):  # a 0-dim tensor does not make the op compute in float32
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor does not widen others
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:

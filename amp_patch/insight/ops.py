@@ -215,7 +215,7 @@ def compute_in_float32(op: Op) -> list[Tensor]:
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Context manager: after the block, restore the random number generators of the CPU and of the devices of `args`."""
+    """Context manager: restore the random number generators of the CPU and the devices of `args` after the block."""
     devices = {tensor.device for tensor in tensors_in(args) if tensor.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     return torch.random.fork_rng([device.index for device in devices], device_type=kind)

@@ -49,7 +49,10 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Initialize amp for the children of the LightningModule and the optimizers, if there are any. Return the arguments."""
+        """Initialize amp for the children of the LightningModule and the optimizers. Return the arguments.
+
+        Without optimizers, amp is not initialized.
+        """
         # a strategy may pass the LightningModule inside a wrapper
         lightning_module = getattr(model, "module", model) if not hasattr(model, "training_step") else model
         models = [child for child in lightning_module.children() if next(child.parameters(), None) is not None]
@@ -72,7 +75,8 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, then step the optimizer, and return the closure's result.
 
-        If `training_step` returned None, skip the step.         LBFGS runs the closure itself, several times, so it needs a static loss scale.
+        If `training_step` returned None, skip the step. LBFGS runs the closure itself, several times, so it needs a
+        static loss scale.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)

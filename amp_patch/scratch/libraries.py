@@ -87,7 +87,7 @@ def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) 
 
 
 def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
-    """Return the redirected path, or the redirected URI of a database. Return a value that names no file on disk as it is.
+    """Return the redirected path, or the redirected URI of a database. A value that names no file is returned as it is.
 
     `is_uri` is the argument `uri` of sqlite3.connect.
     """
@@ -108,7 +108,7 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 
 def _path_to_update(view: View, path: Any) -> Any:
-    """Copy a file that will be updated, such as a database, to the upper layer (see `view`). Return the path to write."""
+    """Return the path to write for a file that is updated, such as a database: see `View.path_to_write`."""
     # SQLite finds the files beside a database by the database's name, so copy them, too
     for suffix in _SQLITE_SUFFIXES:
         file_beside = os.fsdecode(path) + suffix

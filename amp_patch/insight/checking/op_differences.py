@@ -159,9 +159,9 @@ def _match_modules(
 ) -> list[tuple[str | None, str | None]]:
     """Return a pair of names for each module: its name in the first run, and its partner's name in the second.
 
-    Partners are, in this order: modules with equal calls, if the two runs differ in the names of modules; modules of the
-    same name; modules with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is
-    paired with None.
+    Partners are, in this order: modules with equal calls, if the runs differ in the names of their modules; modules of
+    the same name; modules with the same numbers of calls of the same ops, whatever their dtypes. A module without a
+    partner is paired with None.
     """
     pairs: list[tuple[str | None, str | None]] = []
 

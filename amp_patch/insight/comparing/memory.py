@@ -19,9 +19,11 @@ class PeakMeter:
     """Measures the peak of the memory of a session.
 
     On an accelerator, the allocator of torch reports the peak of the process; if it does not, as on MPS, the peak is
-    None. On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
-    states, and all results of ops. It does not count memory that ops use internally, or storages of sparse tensors and
-    of tensor subclasses.
+    None.
+
+    On a CPU, a dispatch mode adds up the storages that are alive: weights, float32 masters, buffers, gradients and
+    optimizer states, and all results of ops. It does not count memory that ops use internally, or storages of sparse
+    tensors and of tensor subclasses.
 
     Stop the meter in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
 
