@@ -278,9 +278,10 @@ class Observer:
         return call
 
     def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
-        """Return the call by which an op of the forward pass gets float32 inputs: see `OpCall.widened`.
+        """Return the call whose cast makes `call` compute in float32, as in `OpCall.widened`, or None.
 
-        None if another input is float32 without such a call. The op would run in float32 in any case.
+        For an op that casts no input itself, it is None if an input is float32 without such a cast: the op would then
+        compute in float32 in any case.
         """
         if call.has_widened():
             return call
@@ -288,7 +289,7 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor does not widen others
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor widens no other
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:

@@ -1,6 +1,6 @@
 """`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
 
-A *band* is the difference from the contract that noise allows a number: see `bands`.
+The *band* of a number is how far it may be from the contract: see `bands`.
 """
 
 import math
