@@ -45,7 +45,8 @@ class Overload(NamedTuple):
     Attributes:
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
-        is_silent: whether it computes no numbers, like a view or an op that makes an empty tensor.
+        is_silent: whether it computes no numbers, like a view or an op that makes an empty tensor, or belongs to a
+            namespace in `_SILENT`.
         is_alias: whether its result may have the storage of an argument.
         is_in_bulk: whether it is an op on lists of tensors, as optimizers use, or not one of `aten`, such as an op
             between processes.

@@ -95,7 +95,7 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _find_reason(error: BaseException) -> BaseException | None:
-    """Return the exception for which the script raised `error`: its `__cause__`, or an exception that it had caught.
+    """Return the exception that led to `error`: its `__cause__`, or one that the script had caught. None without one.
 
     A caught exception counts only if `error` comes from a `raise` in the same function.
     """
@@ -118,7 +118,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # Without amp.initialize, casts happen in regions of torch.autocast, and the exception has ended these.
+    # Without amp.initialize, casts happen in blocks of torch.autocast, and the exception has ended these.
     has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
     with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)

@@ -55,7 +55,8 @@ class Measurer:
     def run(self, title: str, *, in_float32: bool = False, keeps_files: bool = False, **options: object) -> Measured:
         """Make a run, and return its results.
 
-        Raises RunFailedError if the run ends too early, and SessionError if no optimizer took a step.
+        Raises RunFailedError if the run ends too early, SessionError if no optimizer took a step, and NoRegionError if
+        the script trains without mixed precision.
 
         Args:
             title: the name of the run, for the user.
@@ -76,7 +77,8 @@ class Measurer:
     def find_lost_updates(self) -> ComparedRecord:
         """Make a run that measures how many changes of 16-bit tensors are lost by rounding.
 
-        Return the record whose `kept` is the share that survives: see `ComparedRecord`.
+        Return the record whose `kept` is the share that survives: see `ComparedRecord`. Raises RunFailedError if the
+        run ends too early.
         """
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
@@ -89,7 +91,10 @@ class Measurer:
         return self._make_contract(measured, [], None, self._try_lost_updates())
 
     def write(self) -> Contract:
-        """Make the runs of a new contract, and return it. Its bands come from four variants of the first run."""
+        """Make the runs of a new contract, and return it. Its bands come from four variants of the first run.
+
+        Raises the errors of `run`, and SessionError if no ops ran in the second step.
+        """
         base = self.run("the script", keeps_files=True)
         if not base.ops:
             raise SessionError(
