@@ -199,8 +199,8 @@ class Switch:
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
         # A thread of the autograd engine (a dummy thread, because Python did not start it) has no regions of its own.
-        # It should use those of the thread that called backward(), but torch does not tell which thread that was. So it
-        # uses the region that was opened last in any thread.
+        # The regions of the thread that called backward() should apply, but torch does not tell which thread that was.
+        # So the region that was opened last in any thread applies.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:

@@ -181,7 +181,7 @@ class Observer:
             if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
-            if site.by == "amp":  # a call for loss scales or masters, which is not the script's
+            if site.by == "amp":  # amp_patch makes this call itself, for loss scales or masters
                 return replacement(*args, **kwargs)
             calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)

@@ -28,11 +28,12 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     """A precision plugin that trains at an opt_level, with Lightning's own clipping, accumulation and checkpoints.
 
     When a fit starts, every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a
-    model, so calls such as `self.net(x)` in a `training_step` are cast too. Levels that cast models leave parameters of
-    the LightningModule itself in float32. The closure of a step runs once, before amp decides whether to skip the step,
-    except under LBFGS. Schedules that advance after every step do not advance after a skipped step. amp stays
-    on after the fit, so you can evaluate and save the model; `amp_patch.reset()` ends it. Without a fit before,
-    `validate` and `test` run without amp.
+    model, so calls such as `self.net(x)` in a `training_step` are cast. An opt_level that casts models leaves the
+    parameters of the LightningModule itself in float32. The closure of a step runs once, before amp decides whether to
+    skip the step, except under LBFGS. Schedules that advance after every step do not advance after a skipped step.
+
+    amp stays on after the fit, so you can evaluate and save the model; `amp_patch.reset()` ends it. Without a fit
+    before, `validate` and `test` run without amp.
 
     Args:
         opt_level: as for `amp_patch.initialize`.

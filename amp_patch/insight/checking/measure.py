@@ -60,7 +60,7 @@ class Measurer:
 
         Args:
             title: the name of the run, for the user.
-            in_float32: run at the float32 level instead of the level of the question.
+            in_float32: run at the float32 opt_level, and not at the one of the question.
             keeps_files: keep the files that the script writes.
             options: arguments of `ContractProbe`; by default, `steps` is the question's.
         """

@@ -15,7 +15,7 @@ class TuneOptions:
     """The options of `tune` and `Tuner`, which take them as keyword arguments.
 
     Attributes:
-        opt_level: the level to tune for; None: the training's own level, or its regions of `torch.autocast`.
+        opt_level: the opt_level to tune for; None: the training's own, or its blocks of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: what entries of the list may name: "modules"; "ops"; or "both", that is modules, and ops that run
             in no submodule.
