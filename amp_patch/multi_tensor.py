@@ -1,4 +1,7 @@
-"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype. No op list acts on it."""
+"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype.
+
+Op lists do not affect these ops.
+"""
 
 import operator
 from collections.abc import Iterable

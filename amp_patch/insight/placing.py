@@ -85,7 +85,7 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
-    """Return the name within its model, and the model, of each module. The keys are the names of modules in reports."""
+    """Return for each module its name within its model, and the model. The keys are the names of modules in reports."""
     own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
     return {name: own[key] for key, (_, name) in name_modules(list(models))}
 

@@ -1,6 +1,6 @@
 """`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
 
-The *band* of a number is how far it may be from the contract: see `bands`.
+The *band* of a number is how far a later run may be from it: see `bands`.
 """
 
 import math
