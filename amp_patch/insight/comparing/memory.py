@@ -102,7 +102,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _state_of(session: Session) -> Iterator[Tensor]:
-    """Yield weights and buffers with their gradients, then float32 masters and optimizer states."""
+    """Yield weights and buffers with their gradients, then the tensors stored for masters, and optimizer states."""
     models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
     optimizers = session.optimizers()
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
