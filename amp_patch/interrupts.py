@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TerminatedError(KeyboardInterrupt):
-    """A command has received SIGTERM. Unlike Ctrl-C, this signal does not reach the script: the command must end it."""
+    """A command has received SIGTERM. Unlike Ctrl-C, it does not reach the script: the command must end the script."""
 
 
 class UndoStack:

@@ -1,4 +1,7 @@
-"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype. No list casts these ops."""
+"""Ops on many tensors: one call, and few kernels, for all tensors of one device and dtype.
+
+Op lists do not affect these ops.
+"""
 
 import operator
 from collections.abc import Iterable
@@ -14,12 +17,12 @@ tensors of the first row are on the same device.
 """
 
 clone = torch.ops.aten.clone.default
-"""torch's own `clone`. It returns a copy in the dtype of the tensor, also if a list has a rule for `clone`."""
+"""torch's own `clone`. It returns a copy in the dtype of the tensor, even if an op list has a rule for `clone`."""
 
 eq = torch.ops.aten.eq.Tensor
 isnan = torch.ops.aten.isnan.default
 where = torch.ops.aten.where.self
-"""torch's own `eq`, `isnan` and `where`, which no list patches."""
+"""torch's own `eq`, `isnan` and `where`, which no op list patches."""
 
 _get_device, _get_dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 

@@ -1,4 +1,4 @@
-"""`apex.mlp`: linear layers, each followed by an activation, on torch's functions."""
+"""`apex.mlp`: linear layers, each followed by an activation, computed by torch's functions."""
 
 import math
 from collections.abc import Callable, Sequence

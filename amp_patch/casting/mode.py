@@ -126,7 +126,7 @@ class Switch:
     the calling thread.
 
     Args:
-        autocast: outside all regions, ops cast only in these torch.autocast blocks. None: they cast everywhere.
+        autocast: ops cast only in these torch.autocast blocks. None: they cast everywhere.
 
     Attributes:
         on: whether any op may cast.
@@ -199,8 +199,8 @@ class Switch:
         if innermost is not None:
             return innermost.mode if self._is_in_force(innermost) else Mode.OFF
         # A thread of the autograd engine (a dummy thread, because Python did not start it) has no regions of its own.
-        # It should use those of the thread that called backward(), but torch does not tell which thread that was. So it
-        # uses the region that was opened last in any thread.
+        # The regions of the thread that called backward() should apply, but torch does not tell which thread that was.
+        # So the region that was opened last in any thread applies.
         if isinstance(threading.current_thread(), threading._DummyThread):
             with self._lock:
                 if self._open:
@@ -222,8 +222,8 @@ class Switch:
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # Autocast is off, or has another dtype. If the region itself has paused autocast, the mode applies: ops were
-        # cast before the region opened, and no block has begun since.
+        # Autocast is off, or has another dtype. The mode applies if a region has paused autocast: ops were cast before
+        # the region opened, and the thread is in the same block as then.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:

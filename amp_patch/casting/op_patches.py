@@ -52,7 +52,7 @@ def plan_ops(oplists: OpLists, registered: Sequence[Registration], casts: OpCast
 
     A registration overrides the lists. `OpCasts.choose` may decide that a listed spelling needs no patch.
 
-    In a session that casts inside torch.autocast regions, torch would also cast ops that the session's lists do not
+    In a session that casts inside torch.autocast blocks, torch would also cast ops that the session's lists do not
     name. Each of these gets a patch that keeps torch from casting it.
     """
     decided = {(id(known.owner), known.name) for known in registered}  # the lists do not apply to these
@@ -403,7 +403,7 @@ def read_originals(original: Callable[..., Any], patcher: Patcher) -> Callable[.
 
 
 def trace_without_cache(original: Callable[..., Any], cache: WeightCache) -> Callable[..., Any]:
-    """Return a tracer that runs without the weight cache, because it would record a cached copy as a constant."""
+    """Return a tracer that runs without the weight cache: a tracer would record a cached copy as a constant."""
 
     def trace(*args: Any, **kwargs: Any) -> Any:
         with cache.bypassed():

@@ -28,7 +28,7 @@ MAX_INT = 1 << 63
 
 
 def read_lines(path: Path, kinds: Mapping[str, type[R]]) -> Iterator[tuple[dict[str, Any], R | None]]:
-    """Yield, for each line of a file, its data without the key "kind", and its record; None for an unknown kind.
+    """Yield, for each line of a file, its data without the key "kind", and its record: None for an unknown kind.
 
     `kinds` has the class of each known kind. The file need not be trusted: each value of a record has the type of its
     field, and control characters in its texts, which a terminal would execute, are escaped. Raises RecordError for a
@@ -185,7 +185,7 @@ def is_stored(declared: Field[Any]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: inf and NaN are strings, tuples lists."""
+    """Return a value as JSON can hold it: inf and NaN become strings, and tuples become lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Notes about the lists of a recording: avoidable casts, rules that versions of torch changed, and uncalled entries.
+"""Notes about the op lists of a recording: avoidable casts, rules that versions of torch changed, and uncalled entries.
 
 Imports torch only if there may be something to say: commands that read recordings start without it.
 """
@@ -56,8 +56,9 @@ def _note_avoidable(recording: Recording) -> Iterator[str]:
 
 
 def _note_changes(recording: Recording) -> Iterator[str]:
-    """Yield a line for each op that ran under a list of torch's autocast, if a version of torch has changed its
-    rule.
+    """Yield a line for each change that a version of torch made to the rule of an op that ran.
+
+    Only the lists of torch's autocast that decided for an op of the recording are compared.
     """
     ran = {op.op for op in recording.ops}
     lists = {op.entry.partition(".yaml:")[0] for op in recording.ops if op.entry.startswith(_AUTOCAST)}
@@ -73,7 +74,7 @@ def _note_changes(recording: Recording) -> Iterator[str]:
 
 
 def _note_uncalled(recording: Recording) -> Iterator[str]:
-    """Yield a line with the ops on the user's own lists that no recorded call names.
+    """Yield a line with the ops on the user's own lists that have no recorded call, if there are any.
 
     The softmax inside of fused attention, for example, is no call of `torch.softmax`.
     """

@@ -23,7 +23,8 @@ class ModuleStack:
     """The modules whose `forward` is running in each thread. Two global hooks keep the stack.
 
     Args:
-        get_models: returns the models whose modules have names. With several models, a name begins with its model.
+        get_models: returns the models whose modules have names. With several models, a name begins with
+            the prefix of its model: see `find_prefixes`.
     """
 
     def __init__(self, get_models: Callable[[], list[nn.Module]]) -> None:

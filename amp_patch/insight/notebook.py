@@ -66,7 +66,7 @@ def _show_recording(recording: Recording) -> Markup:
     """Return the part of a recording that a notebook shows.
 
     This is the comparison if it has one; else its faults; else its ops and exceptions; else the samples of a flight
-    recorder; else the text of `format_traced`, such as steps that went wrong, quiet losses and misuses.
+    recorder; else the text of `format_traced`, such as steps that went wrong, and misuses of GradScaler or autocast.
     """
     if recording.of(ComparisonRecord):
         return show_comparison(Summary(recording))

@@ -181,7 +181,7 @@ class Observer:
             if not self.is_on or compiling.is_dynamo_compiling() or self._local.calls or self._local.is_paused:
                 return replacement(*args, **kwargs)
             site = find_site()
-            if site.by == "amp":  # scales and masters are no ops of the script
+            if site.by == "amp":  # amp_patch makes this call itself, for loss scales or masters
                 return replacement(*args, **kwargs)
             calls, call = self._local.calls, OpCall(op, self._running.here(), site, self._phase(None, site))
             calls.append(call)
@@ -231,7 +231,7 @@ class Observer:
     def _is_reached(self) -> bool:
         """Return whether lists, or rules for modules, act in this thread now.
 
-        True at an opt_level without casts of ops, where nothing can switch them off.
+        Always True at an opt_level that casts no ops.
         """
         return not self._has_casts or self._switch.mode_here() is not Mode.OFF
 
@@ -278,9 +278,10 @@ class Observer:
         return call
 
     def _find_widened(self, call: OpCall, inputs: Sequence[Tensor]) -> OpCall | None:
-        """Return the call by which an op of the forward pass gets float32 inputs: see `OpCall.widened`.
+        """Return the call whose cast makes `call` compute in float32, as in `OpCall.widened`, or None.
 
-        None if another input is float32 without such a call. The op would run in float32 in any case.
+        For an op that casts no input itself, it is None if an input is float32 without such a cast: the op would then
+        compute in float32 in any case.
         """
         if call.has_widened():
             return call
@@ -288,7 +289,7 @@ class Observer:
             return None
         widened = None
         for tensor in inputs:
-            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor raises no dtype
+            if tensor.dtype is not torch.float32 or not tensor.dim():  # a 0-dim tensor widens no other
                 continue
             writer = self._writers.get(storage_of(tensor))
             if writer is None or writer.widened is None:
@@ -309,7 +310,7 @@ class Observer:
         return self._running.find_name(module)
 
     def _make_call(self, op: Op) -> OpCall:
-        """Return a call that stands for an op such as `torch.empty`, which ran outside of listed calls."""
+        """Return a call that stands for an op that ran outside of listed calls, such as `torch.empty`."""
         site = find_site()
         return OpCall(f"aten.{op.overload.name}", self._running.here(), site, self._phase(op.node, site))
 
@@ -349,7 +350,10 @@ class Observer:
     def _note_alone(
         self, op: Op, cast: tuple[Tensor, Tensor] | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> OpCall | None:
-        """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list."""
+        """Note an op outside of listed calls: an op of the backward pass, of an optimizer, or on no list.
+
+        Return its call; None for an op that amp_patch itself runs.
+        """
         node, forward = op.node, None
         if node is not None and not self._is_recomputing() and not is_backward_of_user(node):
             forward = self._by_node.get(get_node_number(node))

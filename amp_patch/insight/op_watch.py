@@ -154,7 +154,7 @@ class _Mode(TorchFunctionMode):
 
 
 class _Modules(ModuleStack):
-    """The modules that are running. Turns the mode on while a module runs in the thread that created this object.
+    """The modules that are running. Turns `mode` on while a module runs in the thread that created this object.
 
     Args:
         stays: whether the mode, once on, stays on between modules, too.

@@ -45,7 +45,8 @@ class Overload(NamedTuple):
     Attributes:
         packet, name: the op that this is an overload of, and its name.
         is_copy: whether it copies, perhaps to another dtype.
-        is_silent: whether it computes no numbers, like a view or an op that makes an empty tensor.
+        is_silent: whether it computes no numbers, like a view or an op that makes an empty tensor, or belongs to a
+            namespace in `_SILENT`.
         is_alias: whether its result may have the storage of an argument.
         is_in_bulk: whether it is an op on lists of tensors, as optimizers use, or not one of `aten`, such as an op
             between processes.
@@ -185,7 +186,7 @@ def _find_reduction(op: Op) -> int | None:
 
 
 def run_in_float32(op: Op) -> Op | None:
-    """Run an op with its 16-bit inputs cast to float32. Return this run; None if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return this run; None if the op raises an error."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES:
@@ -209,13 +210,13 @@ def run_in_float32(op: Op) -> Op | None:
 
 
 def compute_in_float32(op: Op) -> list[Tensor]:
-    """Run an op with its 16-bit inputs cast to float32. Return its floating results; [] if it cannot run so."""
+    """Run an op with its 16-bit inputs cast to float32. Return its floating results; [] if the op raises an error."""
     run = run_in_float32(op)
     return [] if run is None else run.floating_results()
 
 
 def random_numbers_kept(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore the random number generators of the CPU and of the devices of `args` after the block."""
+    """Context manager: restore the random number generators of the CPU and the devices of `args` after the block."""
     devices = {tensor.device for tensor in tensors_in(args) if tensor.device.type not in ("cpu", "meta")}
     kind = next((device.type for device in devices), "cuda")
     return torch.random.fork_rng([device.index for device in devices], device_type=kind)

@@ -20,11 +20,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 def find_scope(culprits: Iterable[Culprit], models: Sequence[nn.Module], *, has_lists: bool) -> Fix:
-    """Return, as a `Fix`, the module rules, list entries and lines to edit by which all culprits run in float32.
+    """Return, as a `Fix`, the module rules, list entries and lines to edit by which the ops `culprits` run in float32.
 
     For an op in a submodule, this is a rule for the submodule. For an op that the model itself or the loss code calls,
-    it is the op's name in a list if possible, because a rule for the model would cover all of it. An op that neither
-    reaches gets its line. `has_lists`: whether lists of ops act at the opt_level of the run.
+    it is the op's name in a list if possible, because a rule for the model would cover all of it. An op that no
+    rule and no list reaches gets its line. `has_lists`: whether lists of ops act at the opt_level of the run.
     """
     modules: list[str] = []
     roots: list[str] = []
@@ -85,7 +85,7 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_all(models: Sequence[nn.Module]) -> dict[str, tuple[str, nn.Module]]:
-    """Return, for the name of each module in reports, its name in its model, which rules use, and the model."""
+    """Return for each module its name within its model, and the model. The keys are the names of modules in reports."""
     own = {id(module): (name, model) for model in models for name, module in model.named_modules()}
     return {name: own[key] for key, (_, name) in name_modules(list(models))}
 

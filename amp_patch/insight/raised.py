@@ -95,7 +95,7 @@ def explain_raised(error: BaseException, scene: Scene) -> RaisedRecord | None:
 
 
 def _find_reason(error: BaseException) -> BaseException | None:
-    """Return the exception for which the script raised `error`: its `__cause__`, or an exception that it had caught.
+    """Return the exception that led to `error`: its `__cause__`, or one that the script had caught. None without one.
 
     A caught exception counts only if `error` comes from a `raise` in the same function.
     """
@@ -118,7 +118,7 @@ def _explain(error: BaseException, scene: Scene) -> RaisedRecord | None:
     if not is_of_dtypes(error):
         return None
     levels = Levels(error)
-    # Without amp.initialize, casts happen in regions of torch.autocast, and the exception has ended these.
+    # Without amp.initialize, casts happen in blocks of torch.autocast, and the exception has ended these.
     has_no_casts = scene.session.gives_way and not torch.is_autocast_enabled(scene.session.device_type)
     with contextlib.nullcontext() if has_no_casts else current.without_casts():
         empty = _make_record(error, levels, scene)
@@ -328,8 +328,8 @@ def _explain_call(case: _Case, empty: RaisedRecord) -> RaisedRecord | None:
 
 
 def _choose_edits(record: RaisedRecord, case: _Case, trials: Trials, spelling: Spelling, region: str) -> Iterator[str]:
-    """Yield the edits of the script that repair the call. If a package made the call, and the user's own line passed an
-    operand to it, they are for this line.
+    """Yield the edits of the script that repair the call. If a package made the call, and a line of
+    the user's own code passed an operand to it, the edits are for that line.
     """
     levels, weights = case.levels, spelling.weights
     # for an op of the backward pass, the line to edit is in the forward pass, and not in a frame of the traceback
@@ -424,7 +424,7 @@ def _name_for_lists(levels: Levels, call: FailingCall, covered: OpCall | None) -
 
 
 def _is_reached(case: _Case, covered: OpCall | None) -> bool:
-    """Return whether lists act where the call ran. If that is not known, return it for the latest op."""
+    """Return whether lists act where the call ran. If that is not known, return whether they act at the latest op."""
     call, last = case.call, case.scene.observer.origins.last
     if call.forward is not None:
         return call.forward.is_reached

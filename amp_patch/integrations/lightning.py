@@ -28,11 +28,12 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     """A precision plugin that trains at an opt_level, with Lightning's own clipping, accumulation and checkpoints.
 
     When a fit starts, every child of the LightningModule with parameters is passed to `amp_patch.initialize` as a
-    model, so calls such as `self.net(x)` in a `training_step` are cast too. Levels that cast models leave parameters of
-    the LightningModule itself in float32. The closure of a step runs once, before amp decides whether to skip the step,
-    except under LBFGS. Schedules that advance after every step do not advance after a skipped step. The session
-    outlives the fit, so you can evaluate and save the model. `amp_patch.reset()` ends it. Without a fit before,
-    `validate` and `test` run without amp.
+    model, so calls such as `self.net(x)` in a `training_step` are cast. An opt_level that casts models leaves the
+    parameters of the LightningModule itself in float32. The closure of a step runs once, before amp decides whether to
+    skip the step, except under LBFGS. Schedules that advance after every step do not advance after a skipped step.
+
+    amp stays on after the fit, so you can evaluate and save the model; `amp_patch.reset()` ends it. Without a fit
+    before, `validate` and `test` run without amp.
 
     Args:
         opt_level: as for `amp_patch.initialize`.
@@ -49,7 +50,10 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Initialize amp for the children of the LightningModule and the optimizers. Without optimizers, do nothing."""
+        """Initialize amp for the children of the LightningModule and the optimizers. Return the arguments.
+
+        Without optimizers, amp is not initialized.
+        """
         # a strategy may pass the LightningModule inside a wrapper
         lightning_module = getattr(model, "module", model) if not hasattr(model, "training_step") else model
         models = [child for child in lightning_module.children() if next(child.parameters(), None) is not None]
@@ -70,9 +74,10 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             super().backward(scaled_loss, model, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, then step, and return the closure's result.
+        """Run the closure, then step the optimizer, and return the closure's result.
 
-        LBFGS runs the closure itself, several times, so it needs a static loss scale.
+        If `training_step` returned None, skip the step. LBFGS runs the closure itself, several times, so it needs a
+        static loss scale.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)

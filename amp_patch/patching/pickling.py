@@ -60,7 +60,10 @@ def get_packages() -> set[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the retired replacement of a name, or else the function that the patched name holds now."""
+    """Return the retired replacement of a name, or else the function that the patched name holds now.
+
+    Raises AttributeError for a name without a patched name in it.
+    """
     patched_name = name.rpartition(":")[0]
     if ":" not in patched_name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Functions of packages that open files in compiled code, and wrappers that redirect their paths by a `View`."""
+"""Functions of packages that open files in compiled code, and wrappers that redirect the paths through a `View`."""
 
 import functools
 import importlib
@@ -87,7 +87,10 @@ def wrap(path_function: PathFunction, original: Callable[..., Any], view: View) 
 
 
 def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
-    """Return the redirected path, or URI of a database. `is_uri` is the argument `uri` of sqlite3.connect."""
+    """Return the redirected path, or the redirected URI of a database. A value that names no file is returned as it is.
+
+    `is_uri` is the argument `uri` of sqlite3.connect.
+    """
     if not isinstance(path, (str, bytes, os.PathLike)) or path in ("", ":memory:"):
         return path  # an open file, or a database in memory
     if how == READ:
@@ -105,8 +108,8 @@ def _redirect_path(view: View, path: Any, how: str, is_uri: object) -> Any:
 
 
 def _path_to_update(view: View, path: Any) -> Any:
-    """Return the path to write for a file that is updated, such as a database."""
-    # SQLite finds the files beside a database by the database's name, so copy them to the upper layer of the view, too
+    """Return the path to write for a file that is updated, such as a database: see `View.path_to_write`."""
+    # SQLite finds the files beside a database by the database's name, so copy them, too
     for suffix in _SQLITE_SUFFIXES:
         file_beside = os.fsdecode(path) + suffix
         location = view.locate(file_beside)

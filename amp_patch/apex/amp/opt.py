@@ -13,7 +13,7 @@ from .._core import bind_optimizer, require_session
 class OptimWrapper:
     """Wraps an optimizer, with one loss scaler for each of the `num_loss` losses in a step.
 
-    Attributes other than `scale_loss` and `step` are read from the optimizer. While the handle's casts are not active,
+    Attributes other than `scale_loss` and `step` are read from the optimizer. While `amp_handle.is_active()` is False,
     `scale_loss` yields the loss as it is, and `step` only calls the optimizer's `step`.
     """
 
@@ -46,7 +46,7 @@ class OptimWrapper:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, or skip the step after an overflow.
 
-        While the handle's casts are active, a closure raises NotImplementedError.
+        While `amp_handle.is_active()` is True, a closure raises NotImplementedError.
         """
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)

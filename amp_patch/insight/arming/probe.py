@@ -60,7 +60,7 @@ class Armed(Probe):
         on_end: called when a step has gone wrong, with `then="stop"`.
         then: what follows a step that has gone wrong: "stop" ends the run, "skip" lets the step change no weights
             (unless it has a closure), "go" lets it run, and stops watching if it changes weights.
-        every: see `TroubleWatch`.
+        every: without a dynamic loss scale, look at gradients in one step of so many: see `TroubleWatch`.
         record: record the magnitudes of modules and gradients in one step of so many; 0: in none.
         ignore: names of ops whose values are always accepted.
         tell: called with the text of each report; None: print it to stdout.

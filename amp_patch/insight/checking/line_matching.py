@@ -30,11 +30,11 @@ class Line(NamedTuple):
 
 
 def match_lines(before: Sequence[ContractOp], after: Sequence[ContractOp]) -> tuple[dict[str, Line], dict[str, Line]]:
-    """Return a dict for each of two runs: its lines by `ContractOp.site`. Ops without a site have no line.
+    """Return a dict for each of two runs: its lines by `ContractOp.site` (file and number).
 
-    Lines with the same site are partners, and the equal lines among them are anchors, unless a diff finds more pairs of
-    equal lines. In that case, the pairs of the diff are the anchors. Lines between two anchors are then partners, in
-    order, if both runs have equally many of them.
+    Ops without a site have no line. Lines with the same site are partners, and the equal lines among them are anchors,
+    unless a diff finds more pairs of equal lines. In that case, the pairs of the diff are the anchors. Lines between
+    two anchors are then partners, in order, if both runs have equally many of them.
     """
     old, new = _list_lines(before), _list_lines(after)
     old_sites, new_sites = list(old), list(new)

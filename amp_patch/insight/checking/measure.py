@@ -1,4 +1,7 @@
-"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results."""
+"""`Measurer`: makes the runs of `amp-patch check`, and makes a `Contract` of their results.
+
+The *band* of a number is how far a later run may be from it: see `bands`.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -52,11 +55,12 @@ class Measurer:
     def run(self, title: str, *, in_float32: bool = False, keeps_files: bool = False, **options: object) -> Measured:
         """Make a run, and return its results.
 
-        Raises RunFailedError if the run ends too early, and SessionError if no optimizer took a step.
+        Raises RunFailedError if the run ends too early, SessionError if no optimizer took a step, and NoRegionError if
+        the script trains without mixed precision.
 
         Args:
             title: the name of the run, for the user.
-            in_float32: run at the float32 level instead of the level of the question.
+            in_float32: run at the float32 opt_level, and not at the one of the question.
             keeps_files: keep the files that the script writes.
             options: arguments of `ContractProbe`; by default, `steps` is the question's.
         """
@@ -73,7 +77,8 @@ class Measurer:
     def find_lost_updates(self) -> ComparedRecord:
         """Make a run that measures how many changes of 16-bit tensors are lost by rounding.
 
-        Return the record with the share that survives, `kept`, and what loses most, `kept_worst`.
+        Return the record whose `kept` is the share that survives: see `ComparedRecord`. Raises RunFailedError if the
+        run ends too early.
         """
         self._done += 1
         self._tell(f"run {self._done}: which updates are lost")
@@ -86,7 +91,10 @@ class Measurer:
         return self._make_contract(measured, [], None, self._try_lost_updates())
 
     def write(self) -> Contract:
-        """Make the runs of a new contract, and return it. Its bands come from four variants of a run (see `bands`)."""
+        """Make the runs of a new contract, and return it. Its bands come from four variants of the first run.
+
+        Raises the errors of `run`, and SessionError if no ops ran in the second step.
+        """
         base = self.run("the script", keeps_files=True)
         if not base.ops:
             raise SessionError(
@@ -132,7 +140,7 @@ class Measurer:
 
         Args:
             base: the run whose ops and numbers the contract has.
-            variants: the runs that give the bands (see `bands`); none for a check.
+            variants: the runs that give the bands; none for a check.
             float32: a run in float32, for the errors of outputs; None if they are not measured.
             lost: the result of `find_lost_updates`; None if its run failed.
         """
@@ -178,7 +186,7 @@ def _read(recording: Recording) -> Measured:
 
 
 def _promise_ops(base: Measured, variants: Iterable[Measured]) -> list[ContractOp]:
-    """Return the ops of `base`. `is_promised` is False if a variant differs in the calls of this op in this module."""
+    """Return the ops of `base`. `is_promised` is False for ops whose calls in their module differ in a variant."""
     differing: set[tuple[str, str]] = set()  # module and name of the op
     for variant in variants:
         differences = find_differences(base.ops, variant.ops)

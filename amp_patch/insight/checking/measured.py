@@ -15,7 +15,7 @@ class Measured(NamedTuple):
         recording: all records of the probe.
         ops: the ops of the second step.
         modules: the numbers of modules by qualified name, in the order in which the modules first ran.
-        curve: the losses and loss scales of each step; None if no loss was recorded.
+        curve: the losses and loss scales of each step; None if the recording has no `CurveRecord`.
         norms: the norms of the gradients and updates of each step of each optimizer.
     """
 

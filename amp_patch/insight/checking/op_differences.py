@@ -159,9 +159,9 @@ def _match_modules(
 ) -> list[tuple[str | None, str | None]]:
     """Return a pair of names for each module: its name in the first run, and its partner's name in the second.
 
-    Partners are, in this order: modules with equal calls, if the runs do not have the same names; modules of the same
-    name; modules with the same numbers of calls of the same ops, whatever their dtypes. A module without a partner is
-    paired with None.
+    Partners are, in this order: modules with equal calls, if the runs differ in the names of their modules; modules of
+    the same name; modules with the same numbers of calls of the same ops, whatever their dtypes. A module without a
+    partner is paired with None.
     """
     pairs: list[tuple[str | None, str | None]] = []
 
@@ -247,12 +247,13 @@ def _compare_op(
 
     Partners are sought in this order:
 
-    1. equal calls on the same line. If the other calls are equal, too, only lines have moved.
+    1. equal calls on the same line. If the runs then have the same calls left, only lines have moved, and all calls
+       have a partner.
     2. calls on the same line;
     3. equal calls on any line;
     4. calls between the same two anchors (see `match_lines`), if both runs have equally many there;
-    5. the remaining calls, if each run has the op on a single line of a module (`is_only_line`), or if a line is not
-       known.
+    5. the remaining calls, if each run has the op on a single line of a module (`is_only_line`), or if the line of
+       a call is not known.
     """
     _, old, new = _pair(old, new, lambda call: (call.line, _key_with_constants(call.op)))
     if _count_calls([call.op for call in old]) == _count_calls([call.op for call in new]):

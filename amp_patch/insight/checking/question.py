@@ -10,7 +10,7 @@ class Question(NamedTuple):
 
     Attributes:
         script: the name of the script's file, or "-m" and its module.
-        settings: the level to run the script at; without lists, because the runner knows them.
+        settings: the opt_level to run the script at; without lists, because the runner knows them.
         everywhere: whether the whole script runs in one region of autocast.
         lists: the lists as the contract names them: shipped names, and paths relative to the folder of the contract.
         steps, seed: the number of steps, and the seed.

@@ -20,9 +20,10 @@ class PeakMeter:
 
     On an accelerator, the allocator of torch reports the peak of the process; if it does not, as on MPS, the peak is
     None.
-    On a CPU, a dispatch mode adds up the storages that are alive: weights, masters, buffers, gradients and optimizer
-    states, and all results of ops. It does not count memory that ops use internally, or storages of sparse tensors and
-    of tensor subclasses.
+
+    On a CPU, a dispatch mode adds up the storages that are alive: weights, float32 masters, buffers, gradients and
+    optimizer states, and all results of ops. It does not count memory that ops use internally, or storages of sparse
+    tensors and of tensor subclasses.
 
     Stop the meter in the thread that started it. On a CPU, code of torch.compile runs uncompiled until then.
 
@@ -101,7 +102,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _state_of(session: Session) -> Iterator[Tensor]:
-    """Yield weights, masters and buffers, their gradients, and optimizer states."""
+    """Yield weights and buffers with their gradients, then the tensors stored for masters, and optimizer states."""
     models = (itertools.chain(model.parameters(), model.buffers()) for model in session.models())
     optimizers = session.optimizers()
     stepped = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)

@@ -28,13 +28,13 @@ KEY_WIDTH, KEY_HEIGHT = 28, 12
 
 
 def draw_mark(number: int, x: float, y: float) -> Markup:
-    """Return the mark of lines with this colour (`Series.colour`)."""
+    """Return a mark at (x, y) for the line whose colour has this number (`Series.colour`)."""
     place = f"translate({x:.1f} {y:.1f})"
     return element("path", d=SHAPES[number % len(SHAPES)], transform=place, class_="mark")
 
 
 def draw_key(number: int) -> Markup:
-    """Return a piece of a line with this colour, and its mark, for a legend."""
+    """Return a piece of the line whose colour has this number, with its mark, for a legend."""
     middle = KEY_HEIGHT / 2
     line = element("line", x1=1, x2=KEY_WIDTH - 1, y1=middle, y2=middle, class_="line")
     return element(

@@ -23,7 +23,7 @@ def element(name: str, /, *children: str, **attributes: object) -> Markup:
     """Return an element.
 
     Attributes that are None or False are left out, and True stands for an attribute without a value. A float is written
-    with 6 digits. The name `class_` becomes `class`, and `data_v` becomes `data-v`.
+    with 6 significant digits. The name `class_` becomes `class`, and `data_v` becomes `data-v`.
     """
     start = name
     for key, value in attributes.items():

@@ -56,7 +56,7 @@ def make_report(recording: Recording, *, command: str = "") -> str:
 def make_page(
     title: str, terms: list[tuple[str, str]], sections: Sequence[Markup], *, colours: Sequence[str] = ()
 ) -> str:
-    """Return a page with terms below its title, and sections.
+    """Return a page: a title, below it a list of terms with their texts, and sections.
 
     `colours`: the names of runs. The index of a name is the number of the series that has its colour.
     """

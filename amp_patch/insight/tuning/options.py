@@ -15,12 +15,12 @@ class TuneOptions:
     """The options of `tune` and `Tuner`, which take them as keyword arguments.
 
     Attributes:
-        opt_level: the level to tune for; None: the training's own level, or its regions of `torch.autocast`.
+        opt_level: the opt_level to tune for; None: the training's own, or its blocks of `torch.autocast`.
         extends: the list to start from, a shipped name or a path; None: the script's own lists.
         units: what entries of the list may name: "modules"; "ops"; or "both", that is modules, and ops that run
             in no submodule.
         tolerance: largest relative error (L2) of each parameter's gradient; a fifth of it for the loss.
-        steps: number of steps in which runs are compared. Each of them starts from the initial weights of the training.
+        steps: number of steps in which runs are compared. Each step starts from the initial weights of the training.
             The list that is found is traced for at least 20 steps.
         seed: seed of each run.
         max_runs: limit on the runs of the search. The runs that trace its result do not count.
