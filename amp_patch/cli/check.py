@@ -1,6 +1,6 @@
 """`amp-patch check`: writes a contract of precision for a script, and checks the script against it.
 
-The script runs unmodified, as under `amp-patch run`. It runs several times, for some steps each time.
+The script runs unmodified, as under `amp-patch run`. It runs more than once, for some steps each time.
 """
 
 import argparse
