@@ -45,7 +45,7 @@ def replace(
     """Return the replacement of `original`.
 
     It calls an override if there is one (under Dynamo, it leaves this to Dynamo). It calls `original` while ops cast
-    nothing here, and where `skip_dtype` says so. Otherwise it makes the call that `prepare` returns.
+    nothing in the calling thread, and where `skip_dtype` says so. Otherwise it makes the call that `prepare` returns.
 
     Args:
         switch: says whether ops cast in the calling thread, and in which `Mode`.

@@ -132,8 +132,8 @@ def cast_tree(value: Any, cast: Callable[[Any], Any], kind: type | tuple[type, .
     """Return `value` with every tensor in it replaced by `cast(tensor)`.
 
     It looks into lists, tuples, named tuples, sets, dataclasses and mappings, and into those inside them. A container
-    in which no tensor changes is returned itself, so that a model can still fill a container of its caller. But a
-    generator always becomes a new generator, which yields the cast items. If a tensor changes:
+    whose items all stay the same objects is returned itself, so that a model can still fill a container of its caller.
+    A generator always becomes a new generator, which yields the cast items. If an item changes:
 
     * A list, mutable mapping or dataclass is copied, and the copy gets the cast items.
     * For a tuple, set or immutable mapping, its class is called with the cast items.

@@ -298,7 +298,7 @@ class RegionCache(WeightCache):
 
     def make_cast(self, plain_cast: TensorCast) -> TensorCast:
         """Return the function that casts a tensor to the low dtype. It returns the stored copy of a tensor with the
-        same signature, or calls `plain_cast`.
+        same signature. Otherwise it returns the result of `plain_cast`, and stores it where that is allowed.
         """
         copies, float32 = self._copies, torch.float32
 

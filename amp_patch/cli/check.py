@@ -1,7 +1,6 @@
 """`amp-patch check`: writes a contract of precision for a script, and checks the script against it.
 
-The script runs unmodified, as under `amp-patch run`, for some steps: several times to write a contract, and two times
-to check one.
+The script runs unmodified, as under `amp-patch run`. It runs more than once, for some steps each time.
 """
 
 import argparse

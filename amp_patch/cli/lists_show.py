@@ -57,7 +57,7 @@ def _show(lists: "config.OpLists", width: int | None, *, with_spellings: bool) -
     without_effect = (
         (lists.missing, "missing: there is no such op"),
         (_deferred(lists), "deferred: takes effect when the package is imported"),
-        (lists.other_torch, "kept out: since or until excludes this torch"),
+        (lists.other_torch, "kept out: since or until excludes the torch version that the list is read for"),
     )
     for entries, title in without_effect:
         if entries:

@@ -140,7 +140,9 @@ def _terminable() -> Iterator[list[int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. A usage error raises `SystemExit(2)`, as argparse does."""
+    """Run a command and return its exit code. A usage error raises `SystemExit(2)`, and `--help` raises
+    `SystemExit(0)`, as in argparse.
+    """
     if argv is None:
         argv = sys.argv[1:]
     if isinstance(sys.stdout, io.TextIOWrapper):

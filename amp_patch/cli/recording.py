@@ -316,7 +316,10 @@ def _note_widened(folder: str) -> None:
 
 
 def _shorten(error: BaseException) -> str:
-    """Return the traceback of an error without the frames of torch and of this package."""
+    """Return the traceback of an error without the frames of torch and of this package.
+
+    For an UnsuitedLevelError, return only its message.
+    """
     if isinstance(error, UnsuitedLevelError):
         return str(error)  # no line of the script is at fault, but the command
     packages = [sys.modules.get("torch"), sys.modules["amp_patch"]]

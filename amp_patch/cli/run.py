@@ -238,7 +238,7 @@ def _make_environment(settings: dict[str, object]) -> dict[str, str]:
 
 
 def start(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by `python` with these arguments."""
+    """Replace this process by `python` with these arguments. On Windows, run it, and exit with its code."""
     command = [sys.executable, *arguments]
     # exec discards output that the buffers still hold
     sys.stdout.flush()

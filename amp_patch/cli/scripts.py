@@ -406,7 +406,10 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 
 
 def write_all(recordings: "Sequence[Recording]", path: Path) -> None:
-    """Write each recording to a file: the first to `path`, the others with `.1`, `.2`, ... put before the suffix."""
+    """Write each recording to a file: the first to `path`, the others with `.1`, `.2`, ... put before the suffix.
+
+    On a machine of a launcher other than the first, `path` is changed by `name_for_node`.
+    """
     path = name_for_node(path)
     for number, recording in enumerate(recordings):
         if number > 0:

@@ -36,7 +36,10 @@ _ROUNDS = 5
 
 
 def fix(runner: ScriptRunner, arguments: argparse.Namespace, traced: TracedRun) -> int:
-    """Try to repair what a traced run has reported, by a list or by a level. Return 0 if the repair is enough."""
+    """Try to repair what a traced run has reported, by a list or by a level.
+
+    Return the exit code: 0 if the repair is enough.
+    """
     if traced.faults:
         return _fix_fault(runner, arguments, *traced.faults[0])
     if traced.raised:

@@ -1,5 +1,7 @@
 """Reads and checks the values of options: levels, op lists, numbers, files. Declares --wide, which commands share.
 
+A function that returns the value of an option raises argparse.ArgumentTypeError if its text cannot be used.
+
 torch is imported only to read the content of op lists, and the levels of the file that AMP_PATCH_PRESETS names.
 """
 

@@ -481,7 +481,7 @@ def _find_rule(spelling: Spelling) -> OpRule:
 
 
 def _get_key_of_op(key: SpellingKey) -> SpellingKey:
-    """Return the op whose in-place twin a spelling is: ("torch", "exp") for ("torch", "exp_"). Return another as is."""
+    """Return the key of the op of an in-place twin: ("torch", "exp") for ("torch", "exp_"). Return other keys as is."""
     return (key[0], get_name_of_op(key[1])) if is_inplace(key) else key
 
 

@@ -51,7 +51,8 @@ def find_spellings(op: str, may_be_missing: bool) -> dict[SpellingKey, object | 
         may_be_missing: return an empty dict, and raise no error, if torch or an imported package lacks the op.
 
     Raises OpListError, without a location, if the op is missing and may not be, and for a name to which no rule can
-    apply. With `may_be_missing`, some of the latter names give an empty dict instead, such as `LayerNorm`.
+    apply. With `may_be_missing`, two kinds of names to which no rule can apply give an empty dict instead: names of
+    other packages, and bare names of module classes, such as `LayerNorm`.
     """
     first, dot, rest = op.partition(".")
     refuse_kernel(op)

@@ -115,7 +115,7 @@ missing: there is no such op
 deferred: takes effect when the package is imported
   lib_not_imported.f  whitelist    mine.yaml:5
 
-kept out: since or until excludes this torch
+kept out: since or until excludes the torch version that the list is read for
   tanh  blacklist    mine.yaml:2  since 99.1, until 99.3
 """
     )
