@@ -103,6 +103,8 @@ def _check(arguments: argparse.Namespace) -> int:
         # the contract promises 16 bits, and the script has no mixed precision any more
         verdict = Verdict([Break("region", str(error))])
         _tell(verdict, arguments)
+        if arguments.html is not None:
+            print(f"not written: {arguments.html}, because there are no numbers to show", file=sys.stderr)
         return 1
     if is_other_script(contract, measured):
         raise AmpError(

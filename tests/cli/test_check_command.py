@@ -54,8 +54,10 @@ def test_a_contract_is_written_held_broken_and_updated(call, tmp_path, monkeypat
     assert "0.5 -&gt; 0.75" in re.sub("</?span[^>]*>", "", (tmp_path / "result.html").read_text())
 
     plain = SCRIPT.replace('with torch.autocast("cpu", torch.bfloat16)', "if True")
-    code, out, _ = call(plain, "--against", file, "--json", str(tmp_path / "result.json"))
+    (tmp_path / "result.html").unlink()
+    code, out, err = call(plain, "--against", file, *files)
     assert code == 1 and "no mixed precision" in out and "--update" not in out
+    assert f"not written: {tmp_path / 'result.html'}" in err and not (tmp_path / "result.html").exists()
     assert json.loads((tmp_path / "result.json").read_text())["breaks"][0]["kind"] == "region"
 
     other = SCRIPT.replace("nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)", "*[nn.Softplus(), nn.PReLU()] * 6")
