@@ -210,8 +210,8 @@ def scale_loss(
         optimizers: the optimizers that own the parameters this loss reaches: one, or an iterable.
         loss_id: which loss scale to use.
         model: ignored, as in Apex.
-        delay_unscale: leave the gradients scaled until a later block or the step. Apex scripts pass it in an
-            accumulation window, for all but the last backward pass.
+        delay_unscale: leave the gradients scaled until a later block or the step. When scripts accumulate
+            gradients, they may pass True for all but the last backward pass before a step.
         delay_overflow_check: ignored: the check runs on the device, and the host does not wait for it in this block.
 
     Yields:
@@ -286,7 +286,7 @@ def unscale(gradients: Any, loss_id: int = 0) -> Any:
 
 
 def _with_scale(tensors: Any, loss_id: int, apply: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return `tensors` with `apply(tensor, scale)` in place of each tensor, or unchanged if no scale is in use."""
+    """Replace each tensor by `apply(tensor, scale)`. If the scale is always 1, or amp is disabled, change nothing."""
     if isinstance(tensors, (numbers.Number, str, bytes)):
         raise ArgumentTypeError(
             f"{tensors!r} is not a tensor or a container of tensors: pass the loss itself or gradients, no .item()"

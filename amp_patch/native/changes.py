@@ -81,7 +81,7 @@ class Changes:
     def apply_to(self, device_type: str, session: NativeSession) -> bool:
         """Return whether `adapt` is to be called for regions on a type of device.
 
-        If the changes disable regions, they do so on all types of devices; other changes apply only to the session's.
+        Regions are disabled on all types of devices. Other changes apply only to the session's device type.
         """
         return self.kind is Kind.DISABLED or device_type == session.device_type
 

@@ -43,7 +43,7 @@ def patch_helpers(
 
 
 def _show_parameters(original: Callable[..., Any], bindings: Bindings) -> Callable[..., Any]:
-    """Return a helper that reads the states of optimizers. Meanwhile, parameters take the place of masters in them."""
+    """Return a helper that reads the states of optimizers. While it runs, they hold parameters in place of masters."""
 
     def get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
         with contextlib.ExitStack() as stack:
@@ -76,9 +76,10 @@ def _find_bindings(bindings: Bindings, optimizers: Sequence[Optimizer]) -> list[
 
 
 def _name_masters(binding: OptimizerBinding, mapping: dict[Any, Any]) -> None:
-    """Give masters the names of their parameters in a helper's mapping, so that the helper loads states in their dtype.
+    """Give masters the names of their parameters in a helper's mapping.
 
-    The mapping has entries in both directions: `{parameter: {"fc.weight"}, "fc.weight": parameter}`.
+    So the helper loads states in the masters' dtype. The mapping has entries in both directions: `{parameter:
+    {"fc.weight"}, "fc.weight": parameter}`.
     """
     for parameter, master in binding.groups.placed.values():
         names = mapping.get(parameter)

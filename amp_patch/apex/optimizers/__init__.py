@@ -2,7 +2,7 @@
 
 All but `FP16_Optimizer`, which wraps another optimizer, compute in float32 for all dtypes of parameters (in float64 for
 float64), and keep their state in that dtype. They can be copied and pickled, and their state dicts have Apex's layout.
-With `amp.initialize` at a level with masters, they step on masters like any other optimizer.
+With `amp.initialize` at an opt_level with float32 masters, they update the masters, like any other optimizer.
 """
 
 __role__ = "optimizer"  # reports name the caller of an op by this word: see `insight/sites.py`

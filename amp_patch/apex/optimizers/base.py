@@ -111,7 +111,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ---- masters in the state ----------------------------------------------------------------------------------------
 
     def _has_master(self, parameter: Tensor) -> bool:
-        """Return whether a 16-bit parameter gets a *master* in its state: a float32 copy that is updated instead."""
+        """Return whether the optimizer updates a *master* of a 16-bit parameter: a float32 copy in its state."""
         return False
 
     def _get_masters(self, params: Iterable[Tensor]) -> list[Tensor]:

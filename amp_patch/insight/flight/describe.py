@@ -189,7 +189,7 @@ def _put_first(groups: Iterable[list[Grown]], fault: FaultRecord | None) -> list
 
 
 def _describe_group(group: Sequence[Grown]) -> str:
-    first = group[0]  # groups are in the order of `_order`, too
+    first = group[0]  # the most urgent: groups are sorted by `_order`
     growth = first.growth
     text = f"{name_subject(first.record)} grew from {format_magnitude(growth.start)} to {format_magnitude(growth.end)}"
     if first.is_over:
