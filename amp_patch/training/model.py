@@ -1,5 +1,6 @@
 """`ModelBinding`: at levels that cast models, casts the parameters of one model in place, and adds hooks that cast its
-inputs and outputs and keep its state dicts in float32.
+inputs and outputs and keep its state dicts in float32. At levels that patch functions, it adds hooks that invalidate
+stored copies of weights and apply module rules.
 
 Every hook is a plain object that can be copied and pickled, so a deep copy or a DataParallel replica of the model runs
 the same casts on its own weights.

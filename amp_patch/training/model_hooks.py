@@ -1,6 +1,6 @@
 """Hooks on models: plain objects that are copied and pickled with the module they sit on."""
 
-__role__ = "border"  # in reports of `insight`: see its `sites`
+__role__ = "border"  # the role of the casts here in reports of `insight`: see `insight.sites`
 
 import contextlib
 import sys
@@ -180,8 +180,8 @@ class CastOutputs(CastInputs):
 
 class RegionHooks:
     """The hooks that a module rule adds to a module at levels that patch functions. They cast the inputs, and open a
-    region while the module runs. Inside `disable_casts`, they cast nothing. Inside a region of the same mode, they do
-    not cast the inputs.
+    region while the module runs. They do not cast the inputs inside `disable_casts`, or inside a region of the same
+    mode.
 
     If the parent of the module runs in the same way (`is_inside`), the hooks are needed only when the script calls the
     module directly. Compiled code leaves such hooks out, because each region breaks the graph.
@@ -323,7 +323,10 @@ class Float32StateDict(SessionHook):
 
 
 class LoadMasters(SessionHook):
-    """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them."""
+    """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them.
+
+    Raises SessionError if `load_state_dict(assign=True)` would replace a 16-bit tensor.
+    """
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
