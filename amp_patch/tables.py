@@ -1,4 +1,4 @@
-"""Formats tables and counts as text, fits tables and sentences into a width, and sorts and merges names with numbers."""
+"""Formats tables and counts, fits tables and sentences into a width, and sorts and merges names with numbers."""
 
 import re
 import textwrap

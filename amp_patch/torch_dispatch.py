@@ -244,8 +244,8 @@ def read_factors(node: Any) -> Iterator[float]:
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
     """Yield the name of each node in the graph of a loss, and the dtype of the first gradient that the node receives.
 
-    Goes breadth first, and stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would not notice that a
-    script trains in float16 without a scale.
+    Goes breadth first, and stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would
+    not notice that a script trains in float16 without a scale.
     """
     queue = deque([loss.grad_fn])
     seen = set[Any]()

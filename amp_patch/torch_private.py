@@ -172,7 +172,7 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
 
 
 def remove_global_hooks(*removed: Callable[..., Any]) -> None:
-    """Remove forward pre-hooks and registration hooks that run for every module, if there are any: see `remove_hook`."""
+    """Remove forward pre-hooks and registration hooks that run for every module. See `remove_hook`."""
     module = torch.nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_module_registration_hooks):
         for key, hook in list(hooks.items()):

@@ -255,7 +255,7 @@ class Session:
     def fits(self, policy: Policy, device_type: str) -> bool:
         """Return whether the session has this policy and device type, and its list files still have the same rules.
 
-        Raises OpListError if the policy is the same, but a list file is missing or wrong by now.
+        Raises OpListError if a list file is missing or wrong by now.
         """
         if (self.policy, self.device_type) != (policy, device_type):
             return False
@@ -371,7 +371,10 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
 
 
 def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
-    """Return the maker of products in float32: of all products, or only of short attention. None if the policy needs none."""
+    """Return the object that computes products in float32: all products, or only those of short attention.
+
+    Returns None if no products are computed in float32.
+    """
     low = policy.low_dtype
     if low is None:
         return None
