@@ -119,7 +119,7 @@ class RuleRegions:
         A hook on the calls of all modules slows each call, and torch.compile warns about it. So it is registered only
         in two cases: from the moment at which a model gets another module until the next call, and while some rule by
         type has chosen no module of the models. In the second case, the rule may be for a module that is in no model,
-        for example a criterion. With `find_root`, the hook is not needed: the caller calls `begin_call` itself.
+        for example a criterion. With `find_root`, it never is: `amp_patch.native` calls `begin_call`.
         """
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
@@ -138,7 +138,7 @@ class RuleRegions:
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if parent in self._known:
             self._is_stale = True
-            if self._find_root is None:  # otherwise, the caller calls `begin_call` for every module
+            if self._find_root is None:  # otherwise, `amp_patch.native` calls `begin_call`
                 self._watch_calls()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
