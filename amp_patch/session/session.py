@@ -281,7 +281,7 @@ class Session:
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return the result of `amp.stats()`."""
+        """Return the result of `amp.stats()`. Without `wait`, leave out results that have not reached the host yet."""
         low = float32 = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():

@@ -216,7 +216,8 @@ class ModelBinding:
     def _cast_around_uncast_modules(
         self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]
     ) -> None:
-        """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast.
+        """Let `constants` and modules with opaque tensors (`dtypes.is_opaque`) run in the dtype of these tensors, which
+        are not cast.
 
         Their inputs are cast to that dtype, and their outputs to `dtype`.
         """

@@ -27,7 +27,7 @@ from .masters import Masters
 
 
 class CastInputs:
-    """Forward pre-hook: cast every castable tensor in the arguments to `dtype`."""
+    """Forward pre-hook: cast every castable tensor (`dtypes.is_castable`) in the arguments to `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -213,7 +213,8 @@ class RegionHooks:
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
         """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
-        Returns the positional inputs. If torch calls `enter` afterwards, `enter` sees the open region and does nothing.
+        Returns the positional inputs, and replaces the keyword inputs in the frame. If torch calls `enter` afterwards,
+        `enter` sees the open region and does nothing.
         """
         kwargs = get_call_kwargs(frame)
         if self.switch.open_for_module(self.mode, self, frame):
