@@ -216,10 +216,9 @@ class ModelBinding:
     def _cast_around_uncast_modules(
         self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]
     ) -> None:
-        """Let `constants` and modules with opaque tensors (`dtypes.is_opaque`) run in the dtype of these tensors, which
-        are not cast.
+        """Let `constants` run in float32, and modules with opaque tensors (`dtypes.is_opaque`) in the dtype of these.
 
-        Their inputs are cast to that dtype, and their outputs to `dtype`.
+        Their inputs are cast to that dtype, and their outputs to `dtype`. Their own tensors are not cast.
         """
         for module in model.modules():
             own_dtype = torch.float32 if module in constants else _opaque_dtype(module)

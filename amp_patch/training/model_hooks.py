@@ -180,8 +180,8 @@ class CastOutputs(CastInputs):
 
 class RegionHooks:
     """The hooks that a module rule adds to a module at levels that patch functions. They cast the inputs, and open a
-    region while the module runs. They do not cast the inputs inside `disable_casts`, or inside a region of the same
-    mode.
+    region while the module runs. Inside `disable_casts`, neither the inputs nor the arguments of ops in the module are
+    cast. Inside a region of the same mode, the inputs stay as they are.
 
     If the parent of the module runs in the same way (`is_inside`), the hooks are needed only when the script calls the
     module directly. Compiled code leaves such hooks out, because each region breaks the graph.

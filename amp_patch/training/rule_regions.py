@@ -119,7 +119,7 @@ class RuleRegions:
         A hook on the calls of all modules slows each call, and torch.compile warns about it. So it is registered only
         in two cases: from the moment at which a model gets another module until the next call, and while some rule by
         type has chosen no module of the models. In the second case, the rule may be for a module that is in no model,
-        for example a criterion. With `find_root`, it never is: `amp_patch.native` calls `begin_call`.
+        for example a criterion. With `find_root`, the hook is never registered: `amp_patch.native` calls `begin_call`.
         """
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
@@ -330,8 +330,8 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. Only in the first call of a module does `begin_call` look for new hooks,
-    which torch does not run in that call, unless the modules of some model have changed.
+    """The modules that one thread has called. While no model changes, `begin_call` looks for new hooks only in the
+    first call of a module: torch does not run them in that call.
     """
 
     def __init__(self) -> None:
