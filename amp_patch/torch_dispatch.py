@@ -46,7 +46,7 @@ Without them, functions that torch.compile has made from flex_attention before a
 """
 
 # flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
-# The package patches them. Without these names, scores, which torch keeps in float32, would be rounded to 16 bits.
+# The package patches both. Without these names, scores, which torch keeps in float32, would be rounded to 16 bits.
 _flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
 EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
 

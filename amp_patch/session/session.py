@@ -281,7 +281,7 @@ class Session:
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return the result of `amp.stats()`. Without `wait`, leave out results that have not reached the host yet."""
+        """Return the result of `amp.stats()`. Without `wait`, it is made from what has reached the host so far."""
         low = float32 = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():

@@ -123,8 +123,8 @@ class LossScaler:
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the state after an update, without updating: the scale, the number of good steps in a row, and the
-        number of overflows left until the scale backs off.
+        """Return the state after an update, without updating: the scale, the number of good steps, and the number of
+        overflows left until the scale backs off.
         """
         if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
