@@ -6,7 +6,7 @@ from typing import Any
 
 class StepCounter:
     """Counts the steps of the optimizer that steps first, and of no other. In a GAN, a step of the discriminator and a
-    step of the generator so count as one.
+    step of the generator together count as one.
 
     If the counted optimizer has been freed, the steps of the next optimizer that steps count. If another optimizer
     takes two steps while the counted one takes none, the steps of this other one count from the second on.

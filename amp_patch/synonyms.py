@@ -1,4 +1,4 @@
-"""Words that users write for an op, a class or a key of a list, each with the names that they mean.
+"""Words that users write for an op, a class of modules, an argument, a key or a value, each with the names it means.
 
 `errors.did_you_mean` suggests these names rather than names with a similar spelling, but only names that are allowed
 where the word was given.

@@ -1,4 +1,4 @@
-"""Formats tables, counts and names with numbers as text. Fits tables and sentences into a width."""
+"""Formats tables and counts, fits tables and sentences into a width, and sorts and merges names with numbers."""
 
 import re
 import textwrap

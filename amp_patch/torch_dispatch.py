@@ -1,8 +1,8 @@
 """The private names of torch's dispatcher, modes and autograd, of flex_attention and of GradScaler.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops a name. Unless a comment or docstring
-says otherwise, all names exist in torch 2.6.0, and in 2.13.0 to 2.15.0, and if one is missing, this import or the first
-use of the name fails.
+As in `torch_private`, a sentence with "would" says what the package would lose without a name. Unless a comment or
+docstring says otherwise, all names exist in torch 2.6.0, and in 2.13.0 to 2.15.0, and if torch drops one, this import
+or the first use of the name fails.
 """
 
 import operator
@@ -46,7 +46,7 @@ Without them, functions that torch.compile has made from flex_attention before a
 """
 
 # flex_attention in eager mode, forward and backward. Both are written in Python, and call patched methods of tensors.
-# Without them, these methods would round scores to 16 bits, which torch keeps in float32.
+# The package patches both. Without these names, scores, which torch keeps in float32, would be rounded to 16 bits.
 _flex: Any = sys.modules["torch._higher_order_ops.flex_attention"]
 EAGER_FLEX_ATTENTION = ((_flex, "math_attention"), (_flex.FlexAttentionAutogradOp, "backward"))
 
@@ -215,7 +215,10 @@ def count_compiled() -> int:
 
 
 def get_found_inf(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the flags that a GradScaler has for an optimizer since its last update. Empty if torch drops the name."""
+    """Return the flags that a GradScaler has for an optimizer since its last update.
+
+    The list is empty if there are none, or if torch drops the name.
+    """
     states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
     found_inf = states.get(id(optimizer), {}).get("found_inf_per_device", {})
     return list(found_inf.values())
@@ -239,10 +242,10 @@ def read_factors(node: Any) -> Iterator[float]:
 
 
 def walk_graph(loss: Tensor, most: int) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield the names of the nodes in the graph of a loss, with the dtypes of their first gradients, breadth first.
+    """Yield the name of each node in the graph of a loss, and the dtype of the first gradient that the node receives.
 
-    Stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would not notice that a
-    script trains in float16 without a scale.
+    Goes breadth first, and stops after `most` nodes. Without `_input_metadata`, the dtypes are None, and `native` would
+    not notice that a script trains in float16 without a scale.
     """
     queue = deque([loss.grad_fn])
     seen = set[Any]()

@@ -1,6 +1,6 @@
 """The private names of torch.distributed that the package uses.
 
-As in `torch_private`, a sentence with "would" says what happens if torch drops a private name.
+As in `torch_private`, a sentence with "would" says what the package would lose without a private name.
 """
 
 from typing import Any

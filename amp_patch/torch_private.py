@@ -1,9 +1,9 @@
 """The private names of torch that the package uses. Only this module, `torch_distributed` and `torch_dispatch`
 may use private names of torch. Others may use `HOT_PATH_ATTRIBUTES`.
 
-Comments and docstrings say what a name is for. A sentence with "would" says what happens if torch drops the name: what
-the package would lose, or what a maintainer could use instead. Unless a comment or docstring says otherwise, all names
-exist in torch 2.6.0, 2.13.0, 2.14.1 and 2.15.0, and if one is missing, this import or the first use fails.
+Comments and docstrings say what a name is for. A sentence with "would" says what the package would lose without the
+name, or what a maintainer could use instead. Unless a comment or docstring says otherwise, all names exist in torch
+2.6.0, 2.13.0, 2.14.1 and 2.15.0, and if torch drops one, this import or the first use of the name fails.
 """
 
 import functools
@@ -172,7 +172,7 @@ def remove_hook(module: nn.Module, hook: Any) -> None:
 
 
 def remove_global_hooks(*removed: Callable[..., Any]) -> None:
-    """Remove forward pre-hooks and registration hooks of all modules, if they are registered. See `remove_hook`."""
+    """Remove forward pre-hooks and registration hooks that run for every module. See `remove_hook`."""
     module = torch.nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_module_registration_hooks):
         for key, hook in list(hooks.items()):
@@ -398,9 +398,9 @@ def is_tracing_graph() -> bool:
 IDLE_DEVICE_TYPES = ("ipu", "maia")
 """Device types that torch no longer runs on, although they still have an autocast state.
 
-The package uses the autocast state of such a type as a flag. Dynamo guards the flag, so code that was compiled with it
-set is not run without it. Without these types, `IDLE_KEYS` would serve instead. Without types and keys, code that was
-compiled inside a region of amp_patch would also run outside of it.
+The package uses the autocast state of such a type as a flag. Dynamo (not that of torch 2.6) guards the flag, so code
+that was compiled with it set is not run without it. Without these types, `IDLE_KEYS` would serve instead. Without types
+and keys, code that was compiled inside a region of amp_patch would also run outside of it.
 """
 
 IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
@@ -408,7 +408,7 @@ IDLE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
 
 
 def is_autocast_state_guarded(device_type: str) -> bool:
-    """Return whether Dynamo guards the autocast state of a device type. torch 2.6 guards only types that it runs on."""
+    """Return whether Dynamo guards the autocast state of a device type. Leaves autocast of this type disabled."""
     from torch._C._dynamo.guards import GlobalStateGuard
 
     guard = GlobalStateGuard()

@@ -150,7 +150,8 @@ class Session:
     def share_skips_with(self, group: Any) -> None:
         """Let the ranks of a process group skip the same steps, and copy the loss scales of its first rank to all.
 
-        Does nothing if the ranks that skip together are known already, from `overflow_group` or from shards.
+        Does nothing if an `overflow_group` was passed before, even False, or if ranks skip together because they hold
+        shards.
         """
         if self._overflow_group is None and not self.scale_updates.process_groups:
             self._share_skips(group)
@@ -177,14 +178,16 @@ class Session:
             raise SessionError("a scale_loss block is open: leave it before amp.reset() or another initialize")
 
     def without_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. Inside its block, no patched op of this thread is cast. Cast models still are."""
+        """Return a context manager. Inside its block, patched ops of this thread cast nothing. The hooks of cast models
+        still cast inputs and outputs.
+        """
         return self.switch.region(Mode.OFF)
 
     # ---- contents ----------------------------------------------------------------------------------------------------
 
     @property
     def patcher(self) -> Patcher:
-        """The patches of ops, and of the functions around them."""
+        """The patches of ops, and of functions that run, record or compile ops (`torch_patches.plan_with_ops`)."""
         return self._installer.patcher
 
     def models(self) -> list[nn.Module]:
@@ -192,7 +195,7 @@ class Session:
         return self.bindings.models()
 
     def low_here(self) -> torch.dtype | None:
-        """Return the dtype in which whitelisted ops run where ops of this thread are cast; None at a float32 level."""
+        """Return the 16-bit dtype of the opt_level, or None if it has none."""
         return self.policy.low_dtype
 
     def is_skipped(self, optimizer: Optimizer) -> bool:
@@ -203,7 +206,7 @@ class Session:
         """Return the `found_inf` flags of an optimizer (0-dim, 1.0 after an overflow), and whether a set flag may skip
         its step.
 
-        There are no flags if the gradients of the optimizer have not been checked, or if it is not bound.
+        There are no flags if no gradients of the optimizer were checked since its last step, or if it is not bound.
         """
         binding = self.bindings.find_optimizer(optimizer)
         if binding is None:
@@ -250,7 +253,10 @@ class Session:
             say("amp_patch: another optimizer, so the loss scale starts anew at %g", used[0].known_scale)
 
     def fits(self, policy: Policy, device_type: str) -> bool:
-        """Return whether the session has this policy and device type, and its list files still have the same rules."""
+        """Return whether the session has this policy and device type, and its list files still have the same rules.
+
+        Raises OpListError if a list file is missing or wrong by now.
+        """
         if (self.policy, self.device_type) != (policy, device_type):
             return False
         return self.oplists is None or load_oplists(policy.lists).digest == self.oplists.digest
@@ -267,15 +273,15 @@ class Session:
             self._cache.invalidate_all()
 
     def sync(self) -> None:
-        """Like `refresh`, but copy only masters that have changed. A live graph may have saved parameters: its backward
-        pass fails if they are written to.
+        """Like `refresh`, but write only to parameters whose masters have changed. If an autograd graph has saved a
+        parameter, a write to the parameter makes the backward pass of the graph fail.
         """
         if self._cache is not None:
             self._cache.invalidate_all()
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return the result of `amp.stats()`."""
+        """Return the result of `amp.stats()`. Without `wait`, it is made from what has reached the host so far."""
         low = float32 = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():
@@ -365,7 +371,10 @@ def _make_cache(policy: Policy, device_type: str, autocast: Autocast | None) -> 
 
 
 def _make_products(policy: Policy, device_type: str, cache: WeightCache | None) -> Float32Products | None:
-    """Return the maker of products in float32: of all products, or only of short attention. None if it makes none."""
+    """Return the object that computes products in float32: all products, or only those of short attention.
+
+    Returns None if no products are computed in float32.
+    """
     low = policy.low_dtype
     if low is None:
         return None
@@ -393,7 +402,8 @@ def _make_casts(
 def _load_lists(policy: Policy) -> OpLists | None:
     """Return the op lists of a policy, or None if it has none.
 
-    Raises PolicyError for lists that can have no effect. Warns of lists under which no op runs in 16 bits.
+    Raises PolicyError for lists that can have no effect, and OpListError for lists that cannot be loaded. Warns of
+    lists under which no op runs in 16 bits, unless a file says `extends: null`.
     """
     if not policy.lists:
         return None

@@ -54,8 +54,8 @@ A step is taken, although a gradient holds inf or NaN, if
   block. At levels with masters, BatchNorm has such parameters; reason 7 then applies if another parameter of the
   optimizer has a master;
 * the script wrote inf into the gradient of a master after the block;
-* after the block, the script steps again after a skipped step, without `zero_grad` or a backward pass, on parameters
-  without masters.
+* the last step was skipped, and the script steps again on the same gradients, without another block. This holds for
+  parameters without masters.
 """
 
 from . import gradient_patches as gradient_patches

@@ -428,7 +428,7 @@ class GradientSums:
     # ---- gradients that are not reduced ------------------------------------------------------------------------------
 
     def release_unreduced(self, flags: OverflowFlags) -> None:
-        """Before a step, give unreduced gradients the scale of the reduced ones. Raises OptimizerError with masters."""
+        """Before a step, give unreduced gradients the scale of reduced ones, or with masters, raise OptimizerError."""
         if not self.local.ids:
             return
         local_ids = self.local.find_ids(flags.groups.model_parameters)

@@ -25,8 +25,8 @@ class LossScaler:
     for all backward passes before a step (or before a `zero_grad` without a step), by GradScaler's kernel.
 
     With a `hysteresis` above 1, the scales follow `DynamicGradScaler` in Megatron-LM
-    (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count that starts at `hysteresis`. The scale
-    backs off only if the count is then 0. The count is full again when the scale grows.
+    (megatron/core/optimizer/grad_scaler.py). Each overflow takes 1 from a count, the overflows left, which starts at
+    `hysteresis`. The scale backs off only if the count is then 0. The count is full again when the scale grows.
 
     Attributes:
         warned_scale: the scale at the last warning that it has fallen; inf before the first warning.
@@ -123,7 +123,9 @@ class LossScaler:
         return self._advance(self.found_inf)
 
     def _advance(self, found_inf: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scale, the good steps and the overflows left, as they are after an update. Does not update."""
+        """Return the state after an update, without updating: the scale, the number of good steps, and the number of
+        overflows left until the scale backs off.
+        """
         if not self.is_dynamic:  # Apex counts these steps in its checkpoints, too
             return self.scale, self._good_steps + 1, self._overflows_left
         # the kernel writes in place, but open blocks may hold the old scale

@@ -1,5 +1,6 @@
 """`ModelBinding`: at levels that cast models, casts the parameters of one model in place, and adds hooks that cast its
-inputs and outputs and keep its state dicts in float32.
+inputs and outputs and keep its state dicts in float32. At levels that patch functions, it adds hooks that invalidate
+stored copies of weights and apply module rules.
 
 Every hook is a plain object that can be copied and pickled, so a deep copy or a DataParallel replica of the model runs
 the same casts on its own weights.
@@ -215,9 +216,9 @@ class ModelBinding:
     def _cast_around_uncast_modules(
         self, model: nn.Module, dtype: torch.dtype, constants: Collection[nn.Module]
     ) -> None:
-        """Let `constants` and modules with opaque tensors run in the dtype of their tensors, which are not cast.
+        """Let `constants` run in float32, and modules with opaque tensors (`dtypes.is_opaque`) in the dtype of these.
 
-        Their inputs are cast to that dtype, and their outputs to `dtype`.
+        Their inputs are cast to that dtype, and their outputs to `dtype`. Their own tensors are not cast.
         """
         for module in model.modules():
             own_dtype = torch.float32 if module in constants else _opaque_dtype(module)

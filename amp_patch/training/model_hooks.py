@@ -1,6 +1,6 @@
 """Hooks on models: plain objects that are copied and pickled with the module they sit on."""
 
-__role__ = "border"  # in reports of `insight`: see its `sites`
+__role__ = "border"  # the role of the casts here in reports of `insight`: see `insight.sites`
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ from .masters import Masters
 
 
 class CastInputs:
-    """Forward pre-hook: cast every castable tensor in the arguments to `dtype`."""
+    """Forward pre-hook: cast every castable tensor (`dtypes.is_castable`) in the arguments to `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -180,8 +180,8 @@ class CastOutputs(CastInputs):
 
 class RegionHooks:
     """The hooks that a module rule adds to a module at levels that patch functions. They cast the inputs, and open a
-    region while the module runs. Inside `disable_casts`, they cast nothing. Inside a region of the same mode, they do
-    not cast the inputs.
+    region while the module runs. Inside `disable_casts`, neither the inputs nor the arguments of ops in the module are
+    cast. Inside a region of the same mode, the inputs stay as they are.
 
     If the parent of the module runs in the same way (`is_inside`), the hooks are needed only when the script calls the
     module directly. Compiled code leaves such hooks out, because each region breaks the graph.
@@ -213,7 +213,8 @@ class RegionHooks:
     def catch_up(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...]:
         """Like `enter`, for a call in `frame` that may have begun before the hooks were set.
 
-        Returns the positional inputs. If torch calls `enter` afterwards, `enter` sees the open region and does nothing.
+        Returns the positional inputs, and replaces the keyword inputs in the frame. If torch calls `enter` afterwards,
+        `enter` sees the open region and does nothing.
         """
         kwargs = get_call_kwargs(frame)
         if self.switch.open_for_module(self.mode, self, frame):
@@ -323,7 +324,10 @@ class Float32StateDict(SessionHook):
 
 
 class LoadMasters(SessionHook):
-    """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them."""
+    """Load-state-dict pre-hook: give masters and buffers their float32 values before torch rounds them.
+
+    Raises SessionError if `load_state_dict(assign=True)` would replace a 16-bit tensor.
+    """
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any

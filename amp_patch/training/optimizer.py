@@ -405,7 +405,7 @@ class OptimizerBinding:
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call a closure in the middle of a step, with casts on and the weights that the step has made so far. Then
-        unscale the gradients.
+        unscale the gradients and update the scalers.
         """
         with self._switch.region(Mode.BY_LISTS):
             self.copy_masters_to_parameters()

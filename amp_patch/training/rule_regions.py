@@ -1,7 +1,8 @@
 """`RuleRegions`: opens regions around the forward of modules that a module rule covers, at levels that patch functions.
 
-Scripts replace, add and wrap modules between calls. So the rules are decided again when a module is called that was not
-in its model before, and when a model is called whose modules have changed.
+A region runs whitelisted and blacklisted ops in the dtype of the rule. Scripts replace, add and wrap modules between
+calls. So which rule covers which module is decided again when a module is called that was not in its model before, and
+when a model is called whose modules have changed.
 """
 
 import sys
@@ -65,7 +66,7 @@ class RuleRegions:
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def add(self, model: nn.Module) -> None:
-        """Apply the rules in a model, also by the names of its modules. A second call does nothing."""
+        """Apply the rules to the modules of a model, by their names and types. A second call does nothing."""
         self._add(model, self._rules, by_name=True)
 
     def _add(self, root: nn.Module, rules: Sequence[ModuleRule], *, by_name: bool) -> "_Model":
@@ -83,7 +84,7 @@ class RuleRegions:
             return model
 
     def remove(self, model: nn.Module) -> None:
-        """Remove the hooks that `add` has registered in a model."""
+        """Remove the hooks that were added for a model, and forget the model."""
         for added in self._models:
             if added.root() is model:
                 for module in list(added.hooked):
@@ -99,7 +100,10 @@ class RuleRegions:
         self._known.clear()
 
     def find(self, module: nn.Module) -> ModuleRule | None:
-        """Return the rule that decides how a module runs, or None: the last rule that covers it in some model."""
+        """Return the rule that decides how a module runs, or None if no rule covers it.
+
+        Of several rules that cover it, perhaps in several models, the last one in the lists decides.
+        """
         latest: ModuleRule | None = None
         for model in self._models:
             rule = model.decided.get(module)
@@ -115,7 +119,7 @@ class RuleRegions:
         A hook on the calls of all modules slows each call, and torch.compile warns about it. So it is registered only
         in two cases: from the moment at which a model gets another module until the next call, and while some rule by
         type has chosen no module of the models. In the second case, the rule may be for a module that is in no model,
-        for example a criterion.
+        for example a criterion. With `find_root`, the hook is never registered: `amp_patch.native` calls `begin_call`.
         """
         undo.callback(remove_global_hooks, self._on_registration, self._on_call)
         register_module_module_registration_hook(self._on_registration)
@@ -134,7 +138,7 @@ class RuleRegions:
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if parent in self._known:
             self._is_stale = True
-            if self._find_root is None:  # otherwise, the caller calls `begin_call` for every module
+            if self._find_root is None:  # otherwise, `amp_patch.native` calls `begin_call`
                 self._watch_calls()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -152,7 +156,8 @@ class RuleRegions:
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], frame: types.FrameType) -> tuple[Any, ...] | None:
         """Bring the rules up to date for a call of any module, before its forward. torch makes the call in `frame`.
 
-        Returns the positional arguments to use instead, or None.
+        If the module may have new hooks, which torch does not run in this call, open its region. Returns the positional
+        arguments to use instead of `args`, or None to use `args`.
         """
         model = self._model_of.get(module)
         if model is not None and self._belongs_elsewhere(module, model):
@@ -199,7 +204,10 @@ class RuleRegions:
                 self._update(model)
 
     def join_call(self, module: nn.Module, frame: types.FrameType) -> None:
-        """Open the region of a module whose forward began before the session opened. It is under way in `frame`."""
+        """If a rule covers a module whose forward began before the session opened, open its region.
+
+        The forward is under way in `frame`.
+        """
         self.apply_to_called(module)
         if module in self._hooks:
             self._hooks[module].join(frame)
@@ -322,8 +330,8 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. At the first call of a module, hooks may be added that torch does not run
-    in this call.
+    """The modules that one thread has called. While no model changes, `begin_call` looks for new hooks only in the
+    first call of a module: torch does not run them in that call.
     """
 
     def __init__(self) -> None:
@@ -355,7 +363,7 @@ class _Model:
 def _children_in(root: nn.Module) -> list[object]:
     """Return the names of all modules inside `root`, and weak references to them.
 
-    A list made later differs if a module was added, replaced or moved in between.
+    A list made later differs if a module was added, removed, replaced or moved in between.
     """
     contents: list[object] = []
     seen: set[int] = set()
@@ -409,6 +417,8 @@ def _takes_hooks(module: nn.Module) -> bool:
 
 def find_borders(model: nn.Module, runs: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
     """Return the entries of `runs` whose module runs differently from its parent.
+
+    `runs`: "low" or "float32" for each module that a rule covers.
 
     A container such as ModuleList has no forward. The parent of its parts is the module that holds the container.
     """

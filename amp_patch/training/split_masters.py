@@ -370,7 +370,7 @@ class SplitMasters:
         A master stays open while a script or a graph holds its values, such as `master.data` or an entry of a state
         dict. It also stays open if the script has cast the parameter, which then is no upper half.
 
-        For masters that a step has opened, `end_step` makes the copies of parameters (`LowHalf.written`).
+        Copies the parameters to `LowHalf.written`. For masters that `open_for_step` has opened, `end_step` does that.
 
         Args:
             parameters: write only their masters; None for all.

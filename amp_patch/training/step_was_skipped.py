@@ -1,7 +1,7 @@
 """`optimizer.step_was_skipped`: whether the last step of an optimizer was skipped, for training loops that ask.
 
-The answer is kept in the optimizer's `__dict__`. A session with masters or a loss scale adds a property of the same
-name to `torch.optim.Optimizer`, which waits for the device if the answer is not known yet.
+The answer is kept in the optimizer's `__dict__`. A session with masters, or with a loss scale other than 1, adds a
+property of the same name to `torch.optim.Optimizer`, which waits for the device if the answer is not known yet.
 """
 
 from collections.abc import Callable
