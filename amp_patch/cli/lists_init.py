@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the list, and a schema for editors beside it unless there is one. Never overwrites a file."""
+    """Write the list, and a schema for editors beside it unless there is one. Return 0.
+
+    Never overwrites a file. Raises OpListError if the list file exists or cannot be written, and for a wrong base.
+    """
     path, base = arguments.file, arguments.extends
     files = _check(path, base)
     beside = path.parent / SCHEMA
