@@ -1,4 +1,4 @@
-"""Applies op lists to unmodified scripts that use `torch.autocast`, and lets commands observe scripts without amp.
+"""Applies op lists to unmodified scripts that use `torch.autocast`. Commands also observe scripts through it.
 
     import amp_patch.native
 
