@@ -12,8 +12,8 @@ from typing import Any
 class Watcher:
     """Base class of watchers. It has a method for each event, which does nothing.
 
-    An exception in such a method propagates to the caller of `tell`. A *bound* optimizer was passed to `initialize`, or
-    steps in a script that `amp_patch.native` observes.
+    An exception in such a method propagates to the caller of `tell`. An optimizer is *bound* if it was passed to
+    `initialize`, or if it steps in a script that `amp_patch.native` observes.
     """
 
     observes_ops = True
@@ -36,8 +36,10 @@ class Watcher:
         """Called when `amp.scale` is about to multiply tensors by a loss scale, outside of a block."""
 
     def step_begun(self, optimizer: Any) -> None:
-        """Called when `step` of a bound optimizer begins. Its gradients are unscaled. Not called if the step calls a
-        closure, because a closure computes the gradients later.
+        """Called when `step` of a bound optimizer begins, unless a closure has yet to compute the gradients.
+
+        The gradients do not contain the loss scale any more. In a script that `amp_patch.native` observes, they may
+        contain it if a GradScaler leaves the unscaling to a fused optimizer.
         """
 
     def step_ended(self, optimizer: Any) -> None:
@@ -70,7 +72,8 @@ event_count = _EventCount()
 def tell(region: AbstractContextManager[Any], event: str, *facts: Any) -> None:
     """Call the method `event` of all watchers, with `facts` as its arguments.
 
-    `region` is a context manager around these calls. It turns casts off, unless watchers compute nothing at this event.
+    `region` is a context manager around these calls. The caller passes one that turns casts off, for an event at which
+    watchers compute with tensors.
     """
     if watchers:
         event_count.value += 1

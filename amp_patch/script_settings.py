@@ -24,8 +24,8 @@ class NoRegionError(SessionError):
 class UnsuitedLevelError(PolicyError):
     """A script cannot run at the opt_level of a command. The command line is at fault, not the script.
 
-    Either the opt_level casts models, which regions of `torch.autocast` do not, or it is float16, and the script scales
-    no loss.
+    Either the opt_level casts models, and the script has regions of `torch.autocast`, which cast no models. Or the
+    opt_level is for float16, and the script scales no loss.
     """
 
 
@@ -40,8 +40,8 @@ class Settings(NamedTuple):
 
     Attributes:
         opt_level: replaces the opt_level of the script; None keeps it.
-        lists: op lists on top of the script's lists; later ones win. If the opt_level patches no functions, only the
-            module rules in lists are used.
+        lists: op lists on top of the script's lists; later ones win. If the opt_level casts models instead of the
+            arguments of ops, only the module rules in lists are used. At O0, lists have no effect.
     """
 
     opt_level: str | None = None

@@ -73,7 +73,7 @@ class Machine:
     Attributes:
         python, amp_patch: their versions.
         versions: the version of each other package that amp_patch needs; None if it is not installed.
-        malloc: advice on the memory of the C library, or "".
+        malloc: advice on how the C library allocates memory, or "".
     """
 
     python: str
@@ -152,7 +152,7 @@ def rate_cpu(flags: Sequence[str], fast_dtypes: Sequence[str]) -> tuple[LowDtype
         if name in fast_dtypes:
             rated.append(LowDtype(name, "fast", instructions))
         else:
-            rated.append(LowDtype(name, "slow", f"products are computed in float32 by default; {instructions}"))
+            rated.append(LowDtype(name, "slow", f"amp computes products in float32 here by default; {instructions}"))
     return tuple(rated)
 
 
@@ -261,11 +261,14 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 
 
 def machine_findings() -> list[Finding]:
-    """Return a list with one finding if `import apex` finds a package of another project; else an empty list."""
+    """Return a list with one finding if `import apex` finds the files of another project; else an empty list."""
     apex = find_apex()
     if apex.kind != "other":
         return []
-    where = apex.location or "in memory"
-    message = f"`import apex` finds {where}, which has no amp: PyPI has a package of that name that is not NVIDIA's"
+    if apex.location is None:
+        return []  # a module that a program has made in this process, and no file
+    message = (
+        f"`import apex` finds {apex.location}, which has no amp: PyPI has a package of that name that is not NVIDIA's"
+    )
     advice = "Remove it (`pip uninstall apex`), and run scripts with `amp-patch run`, or import amp_patch."
     return [Finding("AMP901", "warning", message, advice)]

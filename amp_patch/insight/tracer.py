@@ -152,8 +152,8 @@ class Tracer(Recorder):
         that had the first one, as long as no loss goes backward.
         """
         first, last = self._finder.faults[0], self._finder.faults[-1]
-        # A backward op before any loss: the forward pass calls torch.autograd.grad. Without `amp.initialize`,
-        # torch.autocast casts the ops of this gradient, and op lists do not reach them.
+        # A backward op before any loss means that the forward pass calls torch.autograd.grad. In a script without
+        # `amp.initialize` (`gives_way`), torch.autocast casts the ops of this gradient, and op lists do not reach them.
         if last.is_in_backward and not self._seen.is_scaled and self._watched.gives_way:
             marked = replace(last.origin, region=RegionKind.GRADIENT_IN_FORWARD)
             self._finder.faults[-1] = replace(last, origin=marked)
@@ -174,7 +174,7 @@ class Tracer(Recorder):
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """Finish the faults of the step, and end the run if there are any."""
-        if self._stepping != id(optimizer):  # a step with a closure reports only its end
+        if self._stepping != id(optimizer):  # some steps with a closure report only their end
             self._has_stepped = True
             self.step_begun(optimizer)
             self._has_stepped = False
@@ -329,7 +329,9 @@ class Tracer(Recorder):
         self._seen = SeenInStep()
 
     def note_raised(self, error: BaseException) -> RaisedRecord | None:
-        """Like `Recorder.note_raised`, but return None for an overflow that a fault on the same line explains."""
+        """Like `Recorder.note_raised`, but return None for a number that does not fit if a fault on the same line
+        explains it. torch raises "value cannot be converted to type ... without overflow" for such a number.
+        """
         leave_mode(self._quiet)  # an exception in an optimizer's step leaves this mode on
         record = super().note_raised(error)
         if record is not None and record.cause.is_of_scaler:
@@ -423,9 +425,8 @@ def tracing(
 ) -> Iterator[Tracer]:
     """Context manager: look at the ops that run in the block. The tracer that it yields has the faults.
 
-    Ops in the step of an optimizer are left out, unless the step has a closure, or the optimizer was not passed to the
-    `amp.initialize` that is in force. The values of the ops are read, and nothing is changed. On a GPU the host waits
-    for each op. Raises SessionError if a recording is in progress.
+    Most ops in the steps of optimizers are left out. The values of the ops are read, and nothing is changed. On a GPU
+    the host waits for each op. Raises SessionError if a recording is in progress.
     """
     tracer = Tracer(underflow=underflow, ignore=ignore, keeps_steps=keeps_steps)
     with in_block(tracer):

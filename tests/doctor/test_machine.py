@@ -69,6 +69,7 @@ def test_no_apex_is_no_finding() -> None:
 def test_a_module_named_apex_without_a_spec_is_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", type(sys)("apex"))
     assert machine.find_apex().kind == "other"
+    assert machine.machine_findings() == []  # there are no files to remove
 
 
 def test_the_standin_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
