@@ -1,10 +1,10 @@
-"""Shows messages to the user.
+"""Shows messages to the user. `warn` gives a Python warning.
 
-They go to the logger "amp_patch". A handler of this module shows them on stdout, because scripts and log scrapers look
-for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds, only the
-user's handler shows them, so that no line appears twice.
+All other messages go to the logger "amp_patch". A handler of this module shows them on stdout, because scripts and log
+scrapers look for Apex's messages there. If the user has a handler for the console, such as `logging.basicConfig` adds,
+only the user's handler shows them, so that no line appears twice.
 
-`amp_patch.apex`, the stand-in for Apex, prints messages instead of logging them, as Apex did.
+`apex.amp` of the stand-in for Apex prints messages instead of logging them, as Apex did.
 """
 
 import logging

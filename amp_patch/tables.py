@@ -1,4 +1,6 @@
-"""Formats tables and counts, fits tables and sentences into a width, and sorts and merges names with numbers."""
+"""Formats tables and counts, and fits tables and sentences into a width. Sort keys and patterns for names such as
+`block.10`.
+"""
 
 import re
 import textwrap
@@ -66,7 +68,7 @@ class Table:
         return name in self._columns
 
     def drop_empty(self, counts: Sequence[str] = ()) -> None:
-        """Leave out columns without a text, and columns of `counts`, by their headings, that have only zeros."""
+        """Leave out columns without a text. Leave out columns with only zeros, too, if their heading is in `counts`."""
         for name, cells in [*self._columns.items()]:
             shown = [cell for cell in cells if cell not in _EMPTY]
             is_zero = name in counts and not any(cell.strip("0.%") for cell in shown)
@@ -136,9 +138,9 @@ _IS_DATA = re.compile(r"\S {2,}\S|: [{\[]|^Traceback")
 def wrap_sentences(text: str, width: int = WIDTH) -> str:
     """Return a text with its sentences wrapped to `width` characters. Tables, data, code and long words stay whole.
 
-    A sentence stands at the beginning of a line, or after a short label and two spaces. The lines to which it is
-    wrapped are indented by two spaces, or aligned with the text after the label. Further lines of the text that begin
-    where the text after the label begins, or up to `_STEP` to the right of it, are wrapped, too.
+    A sentence stands at the beginning of a line, or after a short label and two spaces. If it becomes several lines,
+    the second and later ones are indented by two spaces, or aligned with the sentence after the label. A line below
+    that is aligned with this sentence already, or begins up to `_STEP` to the right of it, is wrapped in the same way.
     """
     wrapped: list[str] = []
     column = 0  # where the text behind the last label begins; 0 without a label above

@@ -323,7 +323,7 @@ def novograd_(
     It is Adam with one averaged norm n for each gradient, in place of a second moment for each element. `norm_avgs`
     holds the n, 0-dim tensors.
 
-    n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) max|g| for `norm_type` 0
+    n = sqrt(b2 n^2 + (1 - b2) |g|^2) for `norm_type` 2, n = b2 n + (1 - b2) (largest |element| of g) for `norm_type` 0
     n^ = n / sqrt(1 - b2^step), or without `corrects_bias` n^ = n
     m = b1 m + (1 - b1) g, or without `averages_gradients` m = b1 m + g
     p -= lr (m^ / (n^ + eps) + wd p)

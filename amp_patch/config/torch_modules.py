@@ -19,19 +19,22 @@ from ..errors import OpListError, did_you_mean
 from .op_namespaces import NAMESPACES, explain_non_op
 
 _WITHOUT_OPS = {
-    "other processes and devices": "distributed cuda nn.parallel",
-    "models, optimizers and programs": (
-        "ao autograd compiler export fb func futures fx hub jit library nativert nn.modules nn.parameter nn.utils onnx"
-        " optim overrides package profiler quantization return_types types utils"
+    "other processes": "distributed futures multiprocessing nn.parallel",
+    "devices": "accelerator backends cpu cuda mps mtia nn.backends numa xpu",
+    "gradients and transforms of functions": "autograd func overrides",
+    "models and optimizers": "hub nn.modules nn.parameter nn.utils optim utils",
+    "compiling, exporting and measuring programs": (
+        "compiler export fb fx jit library monitor nativert onnx package profiler"
     ),
+    "mixed precision": "amp",
     "initial values": "nn.init",
-    "calls of single kernels": "classes ops",
-    "quantized tensors": "nn.intrinsic nn.qat nn.quantizable nn.quantized",
+    "kernels and classes written in C++": "classes contrib nn.cpp ops",
+    "quantized tensors": "ao nn.intrinsic nn.qat nn.quantizable nn.quantized quantization",
     "random numbers and new tensors": "distributions quasirandom random signal",
-    "devices, files and processes": (
-        "accelerator amp backends contrib cpu monitor mps mtia multiprocessing nn.backends nn.cpp numa serialization"
-        " storage testing version xpu"
-    ),
+    "files and memory": "serialization storage",
+    "types": "return_types types",
+    "tests": "testing",
+    "the version of torch": "version",
 }
 _TOPICS = {f"torch.{name}": topic for topic, names in _WITHOUT_OPS.items() for name in names.split()}
 """Modules of torch whose functions are not ops, each with its topic, for errors."""
@@ -167,8 +170,8 @@ def _check_attribute(op: str, path: str, value: object) -> None:
     """Raise OpListError if `value`, the object at `path`, is a class: no rule applies to its methods."""
     if isinstance(value, type) and issubclass(value, torch.nn.Module):
         raise OpListError(
-            f"{op!r} is a method of a class of modules, and a rule applies to functions. Choose these modules by"
-            f" `modules: [{{type: {path}, run: float32}}]` (or low)"
+            f"{op!r} is a method of a class of torch.nn.Module, and a rule for an op applies to functions. Choose these"
+            f" modules by `modules: [{{type: {path}, run: float32}}]`, or with `run: low`"
         )
     if isinstance(value, type):
         raise OpListError(f"{op!r} is a method of the class {path!r}, so no rule can apply to it; name a function")

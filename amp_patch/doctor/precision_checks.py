@@ -30,7 +30,9 @@ _TRAINER = re.compile(r"(?:transformers|trl)\.(?:\w+\.)*\w*Trainer$")
 """Fits the names of classes that, by default, train a model by torch's AdamW, and keep the dtype of its weights."""
 
 _LOST_SHARE = {"float16": "0.02 %", "bfloat16": "0.2 %"}
-"""The share of a weight below which an update never changes it: a quarter of the dtype's epsilon."""
+"""The share of a weight below which an update never changes it: a quarter of the dtype's epsilon. The spacing of
+numbers is at least half the epsilon times the weight, and an update below half the spacing is rounded away.
+"""
 
 _LEVELS = {low: config.levels.find_master_level(low).name for low in sorted(LOW)}
 """The opt_level to recommend instead of a model in a 16-bit dtype, by the dtype."""
@@ -178,7 +180,8 @@ def _is_given_to_amp(script: Script, optimizer: ast.Call) -> bool:
 def _find_trained(script: Script, params: ast.expr | None, depth: int = 0) -> Iterator[ast.expr]:
     """Yield the models whose parameters are in `params`, the first argument of an optimizer.
 
-    Follows variables, and functions such as `group_params(model)`. Yields none if `params` copies parameters or casts
+    Follows variables. The arguments of a function with "param" in its name, such as `group_params(model)`, count as
+    models. Yields none if `params` copies parameters or casts
     them to float32.
     """
     if params is None or depth > 3:
@@ -212,7 +215,8 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
 def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
     """Return whether all weights that train may be in float32, although the model is cast to 16 bits.
 
-    They may be if the script freezes weights, or casts a part of the model or some weights back to float32.
+    They may be if the script calls `requires_grad_` on a part of the model, sets a `requires_grad` to False, or casts a
+    part of the model or some weights back to float32.
     """
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):

@@ -98,9 +98,13 @@ class Project:
         except SyntaxError as error:
             self._unreadable.append(_unparsed(shown, error))
         except OSError as error:
-            self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror}"))
-        except (ValueError, LookupError, RecursionError, MemoryError) as error:
-            self._unreadable.append(_unreadable(shown, f"is not Python source: {error}"))
+            advice = "Name a file that exists and that you may read."
+            self._unreadable.append(_unreadable(shown, f"cannot be read: {error.strerror}", advice))
+        except (RecursionError, MemoryError):
+            self._unreadable.append(_too_deep(shown))
+        except (ValueError, LookupError) as error:
+            advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."
+            self._unreadable.append(_unreadable(shown, f"is not Python source: {error}", advice))
         if document is not None:
             for cell, syntax_error in document.unparsed_cells:
                 self._unreadable.append(_unparsed(shown, syntax_error, cell))
@@ -115,7 +119,7 @@ class Project:
             try:
                 findings += dict.fromkeys(self._findings(script, document, selection))
             except RecursionError:
-                finding = _unreadable(script.path, "holds an expression that is nested too deeply to be judged")
+                finding = _too_deep(script.path)
                 findings += [finding] if selection.has(finding.code) else []
         return sorted(findings, key=_sort_key)
 
@@ -140,10 +144,15 @@ def _sort_key(finding: Finding) -> tuple[str, int, int, int, str]:
     return finding.path or "", finding.cell or 0, finding.line or 0, finding.column or 0, finding.code
 
 
-def _unreadable(shown: str, reason: str) -> Finding:
+def _unreadable(shown: str, reason: str, advice: str) -> Finding:
     """Return the finding for a file that cannot be checked."""
-    advice = "Give Python 3 source in the encoding it declares (UTF-8 if it declares none), or a notebook."
     return Finding("AMP001", "error", f"this file {reason}", advice, shown, 1, 1)
+
+
+def _too_deep(shown: str) -> Finding:
+    """Return the finding for a file with an expression for which Python's parser or a rule recurses too deeply."""
+    reason = "holds an expression that is nested too deeply to be checked"
+    return _unreadable(shown, reason, "Split the expression into several statements.")
 
 
 def _unparsed(shown: str, error: SyntaxError, cell: int | None = None) -> Finding:

@@ -41,8 +41,8 @@ class ScaleUpdates:
             scaler.is_shared = bool(groups)
 
     def broadcast_scales(self, group: Any, source: int) -> None:
-        """Broadcast the dynamic loss scales of rank `source` of a process group to its other ranks. Does not wait for
-        the device.
+        """Broadcast the state of the dynamic scalers of rank `source` of a process group to its other ranks. Does not
+        wait for the device.
         """
         dynamic = [scaler for scaler in self.scalers if scaler.is_dynamic]
         states = [scaler.pack_state(torch.device(self._device_type)) for scaler in dynamic]

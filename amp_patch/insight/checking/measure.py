@@ -113,7 +113,7 @@ class Measurer:
     def _try_float32(self) -> Measured | None:
         """Make a run of two steps in float32, and return its results; None if the run fails or takes no step.
 
-        Raises NoRegionError if the script uses no mixed precision: then, there is nothing to check.
+        Raises NoRegionError if the script trains without mixed precision.
         """
         try:
             return self.run("float32", in_float32=True, steps=2)

@@ -27,7 +27,7 @@ RANDOM = frozenset(
 """Functions that draw other random numbers in 16 bits than in float32, from the same seed."""
 
 _RANDOM_ON_GPU = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_dropout", "bernoulli", "bernoulli_"})
-"""Functions that draw other numbers in 16 bits only on a GPU, where a kernel draws several numbers at once."""
+"""Functions that do so on a GPU, but draw the same numbers for both dtypes on a CPU."""
 
 
 class LowOps:
@@ -40,10 +40,12 @@ class LowOps:
         self._low_ops: dict[tuple[str, str, str], OpErrorRecord] = {}  # by module, op and line of the script
 
     def watch(self, session: Session) -> None:
-        """Begin to watch the ops of a session. Call it again when the session gets more models."""
+        """Begin to watch the ops of a session. Call it again when the session gets more models: it begins anew, unless
+        an op was seen already.
+        """
         if self._watch is not None:
             if self._session is session and self._has_seen_ops:
-                return  # the names of modules would change, and noted ops have the old names
+                return  # with more models, modules may get other names, and noted ops have the old ones
             self._watch.stop()
         self._session = session
         self._watch = OpWatch(session, self._call, name_plainly, everywhere=True)
@@ -119,7 +121,8 @@ class OpErrors(LowOps):
     def records(self) -> Iterator[OpErrorRecord]:
         """Yield a record for each op and 16-bit dtype, in each module and at each line of the script.
 
-        The error is the larger one of the forward and the backward pass. An overflow is an error of inf.
+        The error is the larger one of the forward and the backward pass. An overflow in the forward pass is an error of
+        inf.
         """
         for shadow in self._shadows:
             low = short(shadow.low)
