@@ -59,7 +59,7 @@ class Region(contextlib.ContextDecorator):
             region is *stale*: `Switch.close_stale` closes it. None for a region that lasts until `close`.
         pauses_autocast: if the mode is FLOAT32, disable torch.autocast while the region is open, so that torch does not
             cast the arguments of ops that no list names.
-        was_active: False if ops did not cast their arguments just before the region opens.
+        was_active: False for the region of a called module if ops do not cast their arguments where it is called.
 
     Attributes:
         autocast_depth: the number of torch.autocast blocks around the region; 0 in a session that casts everywhere.
@@ -140,7 +140,7 @@ class Switch:
         self.autocast = autocast
         self.on = False
         self.regions = 0 if autocast is None else 1
-        self._open: list[Region] = []  # the open regions of all threads, in the order in which they were opened
+        self._open: list[Region] = []  # the open regions of all threads, the last opened one at the end
         self._local = _ThreadRegions()
         self._lock = threading.RLock()
         self._get_mode_name = compiling.assume_constant(_make_mode_name_getter(weakref.ref(self)))
@@ -217,13 +217,13 @@ class Switch:
     def _is_in_force(self, region: Region) -> bool:
         """Return whether the mode of a region applies here.
 
-        With `autocast`, no mode applies outside of torch.autocast blocks, nor in a block inside the region with
-        `enabled=False` or another dtype.
+        With `autocast`, a region also applies only where torch.autocast is on, with the session's dtype, or where the
+        region was opened. So it does not apply in a block inside of it that has `enabled=False` or another dtype.
         """
         if self.autocast is None or self.autocast.is_here():
             return True
-        # Autocast is off, or has another dtype. The mode applies if a region has paused autocast: ops were cast before
-        # the region opened, and the thread is in the same block as then.
+        # Autocast is off, or has another dtype. The region itself may have paused it. So its mode applies in the block
+        # in which it was opened.
         return region.was_active and region.autocast_depth == get_autocast_depth()
 
     def region_here(self) -> Mode | None:
@@ -334,7 +334,7 @@ class Switch:
         if self.autocast is not None:
             region.autocast_depth = get_autocast_depth()
         self._local.regions.append(region)
-        with self._lock:  # Dynamo stops tracing here: in autograd functions, it would fail at the next lines
+        with self._lock:  # Dynamo cannot trace locks, so its graph ends before the next lines
             self._open.append(region)
             self._count_regions()
         compiling.show_region(region.mode._name_)

@@ -215,8 +215,8 @@ def _last_step_of(script: Script, optimizer: ast.Call) -> ast.AST:
 def may_train_only_float32(script: Script, flow: Flow, model: ast.expr) -> bool:
     """Return whether all weights that train may be in float32, although the model is cast to 16 bits.
 
-    They may be if the script calls `requires_grad_` on the model or a part of it, sets a `requires_grad` to False, or casts a
-    part of the model or some weights back to float32.
+    They may be if the script calls `requires_grad_` on the model or a part of it, sets a `requires_grad` to False, or
+    casts a part of the model or some weights back to float32.
     """
     name = text_of(model)
     for call, receiver in script.method_calls("requires_grad_", "float", "to"):

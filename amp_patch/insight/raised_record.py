@@ -16,11 +16,12 @@ class RaisedCause(Word):
     LOW_WEIGHTS = "16-bit weights"  # a GradScaler refuses to unscale float16 gradients
     NO_GRADIENTS = "no gradients"  # no parameter of the optimizer has a gradient
     SCALER_ORDER = "order of calls"  # the methods of a GradScaler were called in an order that it refuses
+    TWO_SCALES = "two loss scales"  # a GradScaler was used beside `amp.initialize`, which has a loss scale of its own
 
     @property
     def is_of_scaler(self) -> bool:
         """Whether a GradScaler has raised the exception."""
-        return self in (RaisedCause.LOW_WEIGHTS, RaisedCause.NO_GRADIENTS, RaisedCause.SCALER_ORDER)
+        return self not in (RaisedCause.MIXED, RaisedCause.UNSUPPORTED)
 
 
 class OperandOrigin(Word):
@@ -66,7 +67,8 @@ class RaisedRecord:
     Attributes:
         error: the class of the exception.
         message: the beginning of its text, on one line.
-        cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients" or "order of calls".
+        cause: "mixed dtypes", "unsupported dtype", "16-bit weights", "no gradients", "order of calls" or
+            "two loss scales".
         step: the number of the step.
         phase: the part of the step that ran.
         op: the call that raised, by its name on lists; if lists cannot name it, by its name in the script.

@@ -13,7 +13,11 @@ _CAUSES = {
     RaisedCause.UNSUPPORTED: "the call does not take operands of this dtype",
     RaisedCause.LOW_WEIGHTS: "a GradScaler unscales float32 gradients, and these weights have float16 ones",
     RaisedCause.NO_GRADIENTS: "the optimizer has nothing to step on",
-    RaisedCause.SCALER_ORDER: "a step has scale, backward, unscale_ (at most once), step, update, in this order",
+    RaisedCause.SCALER_ORDER: (
+        "GradScaler refuses this call: a step calls scale, backward, unscale_ (at most once), step and update, in this"
+        " order"
+    ),
+    RaisedCause.TWO_SCALES: "a GradScaler and amp_patch would both scale the loss",
 }
 
 
@@ -94,7 +98,7 @@ def _describe_weight(operand: Operand) -> str:
         return f"{text}, cast by {operand.entry} ({operand.rule})"
     if operand.dtype == "f32" or text == operand.made_by:  # a gradient has the dtype of its weight
         return text
-    return f"{text}, which no call such as model.half() was seen to cast"
+    return f"{text}; no call that casts it, such as model.half(), was seen"
 
 
 def _describe_input(operand: Operand) -> str:

@@ -130,8 +130,8 @@ class ScalerErrors:
         if loss.trains_nothing and not depends:
             return (
                 [f"the loss at {loss.site} has no autograd graph that leads to a parameter, so no gradient flows"],
-                f"the loss as the model computes it, at {loss.site}: no .item(), .detach(), no_grad or"
-                " torch.tensor(...) on the way",
+                f"pass on the loss as the model computes it, at {loss.site}, without .item(), .detach(), no_grad or"
+                " torch.tensor(...)",
             )
         if not depends:
             of_models = {id(weight) for model in session.models() for weight in model.parameters()}
@@ -159,7 +159,7 @@ def _explain_two_scales(empty: RaisedRecord, session: Session) -> RaisedRecord:
     level = session.policy.opt_level
     return replace(
         empty,
-        cause=RaisedCause.SCALER_ORDER,
+        cause=RaisedCause.TWO_SCALES,
         details=(f"amp_patch.initialize is in force at {level}, and has a loss scale of its own",),
         edits=(
             "no GradScaler: with amp_patch.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), then"
@@ -246,8 +246,8 @@ def _explain_low_weights(optimizer: Optimizer, empty: RaisedRecord, session: Ses
         operands=tuple(operands.values()),
         details=tuple(details),
         edits=(
-            f"float32 weights: {made}; torch.autocast runs the ops in 16 bits (model.float() before the optimizer is"
-            " made; with adapters, only the trained parameters)",
+            f"make the trained weights float32: {made}, or model.float() before the optimizer is made. torch.autocast"
+            " runs the ops in 16 bits",
             'or amp_patch.initialize(model, optimizer, opt_level="O2") with amp_patch.scale_loss in place of the'
             " GradScaler: float32 masters of 16-bit weights",
         ),

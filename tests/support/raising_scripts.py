@@ -342,7 +342,7 @@ out.float().sum().backward()
         f"{SCALED}model.half()\nwith torch.autocast('cpu', torch.float16):\n    loss = model(x).float().mean()\n"
         "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()\n",
         WEIGHTS,
-        ("cast by .half()", "2 of 2 parameters of SGD", "float32 weights"),
+        ("cast by .half()", "2 of 2 parameters of SGD", "make the trained weights float32"),
         "",
         ("model.half()\n", ""),
     ),
@@ -365,7 +365,7 @@ out.float().sum().backward()
         f"{SCALED}loss = torch.tensor(model(x).mean().item(), requires_grad=True)\nscaler.scale(loss).backward()\n"
         "scaler.step(optimizer)\n",
         NONE,
-        ("has no autograd graph that leads to a parameter", "no .item()"),
+        ("has no autograd graph that leads to a parameter", "without .item()"),
         "",
         ("torch.tensor(model(x).mean().item(), requires_grad=True)", "model(x).mean()"),
     ),

@@ -59,7 +59,8 @@ class Tuner:
         self._errors: list[str] = []  # the errors that the training raised with candidates
         self._everything: list[ListEntry] = []  # the candidate that keeps as much as possible in float32
         self._has_tried_everything = False
-        self._not_float32 = ""  # why the run in float32 keeps 16 bits that the script asks for; "" if it keeps none
+        # which 16 bits the run in float32 keeps because the script asks for them, or why; "" if it keeps none
+        self._not_float32 = ""
         # set by `run`: the file of the candidate, the lists that it extends, and the recording of the run in float32
         self._file: Path
         self._bases: list[str] = []
@@ -70,7 +71,8 @@ class Tuner:
         """Search, and return the best list that was found.
 
         Raises:
-            RunFailedError: the run in float32 ended early. An exception of a function that trains may propagate.
+            RunFailedError: the run in float32 ended early. If the training is a Python function
+                (`insight.tune(train)`), its own exception may propagate instead.
             SessionError: there is nothing to tune, or the run in float32 is not finite.
             KeyboardInterrupt: Ctrl-C during the run in float32. A later Ctrl-C ends the search, with the best list so
                 far.
@@ -180,7 +182,7 @@ class Tuner:
         without = prune([entry for entry in entries if entry != needed])
         trial = self._trials.get(without)
         if trial is None or trial.verdict.passed:
-            return "no op here that can be measured by itself shows why it is needed"
+            return "kept by the search; the error of no single op shows why"
         return f"without it: {trial.verdict.fault}"
 
     def _passes(self, entries: Sequence[ListEntry]) -> bool:
@@ -197,10 +199,10 @@ class Tuner:
         return self._trials[candidate].verdict.passed
 
     def _try_lower_scales(self, candidate: Sequence[ListEntry], verdict: Verdict) -> Verdict:
-        """Repeat the first run, which skipped a step, at lower loss scales, and return the verdict on the last run.
+        """Repeat the run of the first candidate, which skipped a step, at lower loss scales. Return the last verdict.
 
-        If the candidate passes at no scale, the search goes on at a scale at which the gradient of the loss itself
-        fits: at lower scales, more gradients become zero.
+        If the candidate passes at none of these scales, the search goes on with the largest of them: at lower scales,
+        more gradients become zero.
         """
         fallback = self._ranking.find_scale_of_loss(self._loss_scale) or self._loss_scale
         for lower_scale in self._ranking.find_lower_scales(self._loss_scale):
@@ -257,7 +259,7 @@ class Tuner:
         stopped, is_interrupted = "", False
         traced = Traced("not traced")
         try:
-            # if even all entries together do not pass, try to keep everything in float32
+            # if the list with all candidate entries does not pass, try the one that keeps the whole model in float32
             if find_fewest(self._passes, forced, ranked) is None:
                 self._passes(self._everything)
             traced = self._trace()
@@ -287,7 +289,8 @@ class Tuner:
 
     def _trace(self) -> Traced:
         """Trace more steps with the best list if it passes. If a fault needs more entries, try them and trace again."""
-        # the search compares few steps, each from the first weights, but weights of later steps may overflow
+        # The search compares few steps, and the weights are set back after each. With the weights of later steps, other
+        # values may overflow.
         for _ in range(_MAX_TRACED_RUNS):
             best = self._choose_best()
             if best is None or not best.verdict.passed:
