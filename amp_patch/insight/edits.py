@@ -45,7 +45,7 @@ class CallSite:
     Attributes:
         site: the line of the call; "" if it is not known.
         called_from: the line of the user's own code, if `site` is in an installed package; else None.
-        level: the frame of `site`; None if it is not known.
+        level: the frame of `site`, with the instruction in it; None if it is not known.
         region: the edit that calls the model under torch.autocast; "" if there is none that repairs the call.
         module: the name of the module in which the call raised; "" outside of modules.
     """
@@ -59,7 +59,8 @@ class CallSite:
 
 def choose_edits(call: FailingCall, trials: Trials, spelling: Spelling, place: CallSite) -> Iterator[str]:
     """Yield edits of the script, the best first, such as `train.py:12: h.float() in place of h`. Each edit repairs the
-    call by itself. Yield none if the line to edit is not known.
+    call by itself. Yield none if the line to edit is not known. If only weights are to be cast, this is the line that
+    has cast them to 16 bits.
     """
     trial = _choose_trial(call, trials)
     targets, low = trials.targets[trial], trials.low
@@ -178,7 +179,7 @@ def _cast_in_call(casts: dict[str, str], place: CallSite) -> str:
 def _cast_back(spelling: Spelling, changed: Sequence[int], low: torch.dtype, place: CallSite) -> str:
     """Return the edit that runs a call in float32 and casts its result back to `low`.
 
-    Returns "" if the place of the call in the script, or the text of an operand, is not known.
+    Returns "" if the source of the call is not known, or the text of an operand that is to be cast.
     """
     expression = None if place.level is None else find_expression(place.level.frame, place.level.index)
     texts = [spelling.texts[index] for index in changed]

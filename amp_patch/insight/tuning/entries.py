@@ -81,14 +81,13 @@ def fold_siblings(names: Iterable[str], existing: Collection[str]) -> list[ListE
     """Return entries for modules, in the order of `names`.
 
     Modules whose names differ only in numbers share an entry, such as "layers.*.norm" for "layers.0.norm" and
-    "layers.1.norm", if `names` has every module of `existing` that this entry matches. `existing` has the names of all
-    modules.
+    "layers.1.norm", if it matches no other module of the model. `existing` has the names of all modules.
     """
     remaining, entries = list(dict.fromkeys(names)), []
     while remaining:
         name = remaining[0]
         entry, matched = ListEntry("module", name), [name]
-        # patterns with more stars come first, so the first that matches only modules in `remaining` is the widest
+        # patterns with more stars come first, so the first pattern that is allowed is the widest
         for pattern in _patterns(name):
             shared = ListEntry("module", pattern)
             matched_by_shared = [module for module in existing if shared.matches(module)]
