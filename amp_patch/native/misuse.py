@@ -93,14 +93,14 @@ _TEXTS = {
     ),
     Kind.UNSCALED_TWICE: (
         "gradients are unscaled twice before one update",
-        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
-        " in each step, also where scaler.step is left out",
+        "Call scaler.unscale_(optimizer) once for each step of the optimizer, after the last backward pass before it."
+        " If an iteration calls unscale_ and leaves out scaler.step, call scaler.update() all the same",
     ),
     Kind.ADDED_SCALED: (
         "a scaled loss goes backward after scaler.unscale_, so scaler.step does not divide its gradients by the loss"
         " scale",
-        "Call scaler.unscale_(optimizer) once per step, after the last backward pass of the step, and scaler.update()"
-        " in each step, also where scaler.step is left out",
+        "Call scaler.unscale_(optimizer) once for each step of the optimizer, after the last backward pass before it."
+        " If an iteration calls unscale_ and leaves out scaler.step, call scaler.update() all the same",
     ),
     Kind.MISSING_UPDATE: (
         "the optimizer has stepped already since the last scaler.update()",

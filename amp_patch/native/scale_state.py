@@ -30,7 +30,8 @@ class ScaleState:
         self._skipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers whose last step was skipped
         # For each schedule, the number of its `step` calls after the first, which its constructor usually makes.
         self._schedules: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
-        self._saved_at = ""  # the line of the last `torch.save` of an optimizer without a scaler since the last step
+        # the line that has saved a checkpoint since the last step, with the optimizer's state, but not the scaler's
+        self._saved_at = ""
         # Whether `GradScaler.state_dict` was called: the script may save the state in a separate file.
         self._is_state_read = False
 

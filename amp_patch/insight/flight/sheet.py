@@ -18,7 +18,7 @@ from ..flight_record import NEAR
 
 VALUES = 512
 """The shares of zeros and near values are estimated from at most this many values of a tensor. If these are as good as
-random, the standard error of a share is at most 2.3 %.
+random, the standard error of a share is at most 2.21 %, as it is for a share of one half.
 """
 
 UNSEEN = -1.0
@@ -69,7 +69,9 @@ class Page:
 
 
 class Sheet:
-    """The rows of one device: one for each module output, parameter, value or loss scale that may be measured."""
+    """The rows of one device: one for each module output, gradient of a parameter, tensor that the script passes to
+    `FlightRecorder.observe`, or loss scale that may be measured.
+    """
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.rows = rows
@@ -166,9 +168,9 @@ def _is_dense(values: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def _find_distance(count: int) -> int:
-    """Return the largest distance without a common factor with `count` at which `VALUES` of `count` values lie.
+    """Return how far apart to take values from a tensor of `count` values, so that `VALUES` of them lie in the tensor.
 
-    With a common factor, the values could all come from the same few channels of a tensor.
+    The distance has no common factor with `count`. With one, the values could all come from the same few channels.
     """
     distance = max(1, count // VALUES)
     while math.gcd(distance, count) > 1:

@@ -44,8 +44,8 @@ class TuneResult:
         entries: the entries of the list; empty if there is no list.
         trials: one for each candidate that was tried, in order.
         runs: the number of runs of the search. Traced runs, which look for faults in more steps, do not count.
-        is_reached: whether the run with these entries passed, and no traced run found a fault then. A fault that the
-            script's loss scale may have caused does not count.
+        is_reached: whether the run with these entries passed, and no fault was found in a traced run with them. A fault
+            that the script's loss scale may have caused does not count. `message` says if no traced run was made.
         message: the result in words.
         text: the text of the list file; empty without entries.
         is_interrupted: whether Ctrl-C ended the search; the other attributes then hold the best result so far.

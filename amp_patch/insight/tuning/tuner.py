@@ -308,7 +308,7 @@ class Tuner:
                 return traced  # there is no fault, or no further entry helps against it
             self._from_traces = [*self._from_traces, *needed]
             self._passes(best.entries)  # makes a trial, which the next round may choose
-        return Traced("not traced")
+        return Traced("not traced with these entries")
 
     def _trace_once(self, entries: Sequence[ListEntry]) -> Traced:
         """Make a traced run with these entries."""
