@@ -128,7 +128,9 @@ class _ProbeStarter(events.Watcher):
         file.with_suffix(".part").replace(file)
 
     def _write_in_place(self, recording: "Recording") -> None:
-        """Write the recording of this rank to the file that the user has named. An OSError is only printed."""
+        """Write the recording of this rank to the file that the user has named, if any. Rank 1 and higher put their
+        number before the suffix. An OSError is only printed.
+        """
         file, rank = self._file, recording.run.rank
         if file is None:
             return

@@ -115,12 +115,12 @@ class Diagnostics:
 
     @property
     def errors(self) -> list[ListProblem]:
-        """The collected errors, sorted by location."""
+        """The collected errors, by file, line and column."""
         return self._get(is_warning=False)
 
     @property
     def warnings(self) -> list[ListProblem]:
-        """The collected warnings, sorted by location."""
+        """The collected warnings, by file, line and column."""
         return self._get(is_warning=True)
 
     def _get(self, is_warning: bool) -> list[ListProblem]:
@@ -223,7 +223,8 @@ def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Ver
         path: the file with the `extends`.
         chain: the files whose `extends` led here, the file `path` last, as `identify` returns them.
 
-    Raises OpListError if there is no such file, or if it is in `chain`, so that the files extend each other.
+    Raises OpListError if the item is no text or names no list, if its version is wrong, or if the file is in `chain`, so
+    that the files extend each other.
     """
     text = read_text(node, path, "extends")
     try:
