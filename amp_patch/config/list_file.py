@@ -223,8 +223,8 @@ def find_base(node: Node, path: Path, chain: tuple[str, ...]) -> tuple[Path, Ver
         path: the file with the `extends`.
         chain: the files whose `extends` led here, the file `path` last, as `identify` returns them.
 
-    Raises OpListError if the item is no text or names no list, if its version is wrong, or if the file is in `chain`, so
-    that the files extend each other.
+    Raises OpListError if the item is no text or names no list, if its version is wrong, or if the file is in `chain`:
+    then the files extend each other.
     """
     text = read_text(node, path, "extends")
     try:
