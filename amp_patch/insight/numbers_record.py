@@ -30,9 +30,10 @@ class ModuleNumbersRecord:
 
     Only modules with parameters of their own, or without submodules, have a record.
 
-    A sketch stands for tensors by `SKETCH` values. Each is a sum of their elements with random signs. The signs are the
-    same in each run. The norm of a sketch estimates the L2 norm of the tensors. The norm of the difference of two
-    sketches estimates the norm of the difference of their tensors. A sketch is () if there was no tensor.
+    A sketch stands for tensors by `SKETCH` values. Each is a sum of some of their elements, with random signs (see
+    `checking.probe.sketch_all`). The signs are the same in each run. The norm of a sketch estimates the L2 norm of the
+    tensors. The norm of the difference of two sketches estimates the norm of the difference of their tensors. A sketch
+    is () if there was no tensor.
 
     Attributes:
         module: the qualified name of the module. For parameters outside of the models, a text with their shape.

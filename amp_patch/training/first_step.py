@@ -21,8 +21,8 @@ class FirstStepChecks:
         get_names: returns names of parameters and buffers.
 
     Attributes:
-        is_done: whether the checks were made. They wait for the first step after a `scale_loss` block, or for a step
-            with gradients under a dynamic scale that has scaled no loss.
+        is_done: whether the checks were made. Buffers and gradients are checked at the first step after a `scale_loss`
+            block. A step with gradients under a dynamic scale that has scaled no loss is only warned about.
     """
 
     def __init__(

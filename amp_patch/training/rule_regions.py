@@ -84,7 +84,7 @@ class RuleRegions:
             return model
 
     def remove(self, model: nn.Module) -> None:
-        """Remove the hooks that were added for a model, and forget the model."""
+        """Remove the hooks that were added for a model."""
         for added in self._models:
             if added.root() is model:
                 for module in list(added.hooked):
@@ -265,7 +265,7 @@ class RuleRegions:
         model.decided = weakref.WeakKeyDictionary(decided)
         for module, (run, is_inside) in wanted.items():
             if module in self._hooks and module not in model.hooked and self.find(module) is decided[module]:
-                # it has the hooks of another model (or of itself, if the script called it), but of an earlier rule
+                # another model has hooked the module, perhaps by an earlier rule; this model's rule decides now
                 self._unhook_from_all(module)
             if module not in self._hooks:
                 model.hooked[module] = run, is_inside
@@ -330,8 +330,9 @@ class UpdateRules(SessionHook):
 
 
 class _ThreadCalls(threading.local):
-    """The modules that one thread has called. While no model changes, `begin_call` looks for new hooks only in the
-    first call of a module: torch does not run them in that call.
+    """The modules that one thread has called.
+
+    The first call of a module may add hooks to it, which torch does not run in that call. `begin_call` runs them then.
     """
 
     def __init__(self) -> None:
