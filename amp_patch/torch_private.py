@@ -398,8 +398,8 @@ def is_tracing_graph() -> bool:
 IDLE_DEVICE_TYPES = ("ipu", "maia")
 """Device types that torch no longer runs on, although they still have an autocast state.
 
-The package uses the autocast state of such a type as a flag. Dynamo (not that of torch 2.6) guards the flag, so code
-that was compiled with it set is not run without it. Without these types, `IDLE_KEYS` would serve instead. Without types
+The package uses the autocast state of such a type as a flag. Except in torch 2.6, Dynamo guards the flag, so code that
+was compiled with it set is not run without it. Without these types, `IDLE_KEYS` would serve instead. Without types
 and keys, code that was compiled inside a region of amp_patch would also run outside of it.
 """
 

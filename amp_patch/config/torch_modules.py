@@ -50,9 +50,9 @@ def find_in_module(op: str, owner_name: str, name: str) -> object | None:
         owner_name: the module, such as "torch.nn.attention.flex_attention". It is not in `NAMESPACES`.
         name: the function in it, such as "flex_attention".
 
-    Raises LookupError if torch has no such module or function. Raises OpListError if the name is not that of an op, but
-    of a class, for example, or of a function in a private module or in one of `_TOPICS`. In any other module that is
-    not imported yet, every function counts as an op.
+    Raises LookupError if torch has no such module or function. Raises OpListError if the function is no op, or is a
+    class, or if its module is private or in `_TOPICS`. In any other module that is not imported yet, every function
+    counts as an op.
     """
     _check_module(op, owner_name)
     module: Any = torch

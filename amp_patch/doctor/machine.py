@@ -263,10 +263,8 @@ def _kind_of_package(folders: Sequence[Path]) -> str:
 def machine_findings() -> list[Finding]:
     """Return a list with one finding if `import apex` finds the files of another project; else an empty list."""
     apex = find_apex()
-    if apex.kind != "other":
+    if apex.kind != "other" or apex.location is None:  # without a location: a program has made the module itself
         return []
-    if apex.location is None:
-        return []  # a module that a program has made in this process, and no file
     message = (
         f"`import apex` finds {apex.location}, which has no amp: PyPI has a package of that name that is not NVIDIA's"
     )

@@ -124,7 +124,7 @@ class ScalerFlow:
             return True
         frame = self._script.frame(value)
         for name in names_in(value) & scaling_frames.keys():
-            # a name that this function assigns is its own variable, and not that of another function
+            # a name that this function assigns is its own variable, even if another function uses the same name
             is_local = "." not in name and frame in self._assigning_frames[name]
             if not is_local or frame in scaling_frames[name]:
                 return True
@@ -321,7 +321,7 @@ class ScalerFlow:
         return any(call in inside for call in (*self.scaled_backwards, *self.steps))
 
     def between(self, calls: list[ast.Call], first: ast.AST, last: ast.AST) -> Iterator[ast.Call]:
-        """Yield those of `calls` that stand between two nodes, in the function of `first`."""
+        """Yield the items of `calls` that stand between two nodes, in the function of `first`."""
         frame = self._script.frame(first)
         for call in calls:
             if end(first) <= position(call) < position(last) and self._script.frame(call) is frame:

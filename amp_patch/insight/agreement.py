@@ -23,7 +23,7 @@ def describe_losses(curve: CurveRecord) -> str:
 
 
 def find_disagreement(repaired: CurveRecord, plain: CurveRecord) -> str:
-    """Return how the losses of `repaired` disagree with those of `plain`, the run in float32; "" if they agree.
+    """Return how the losses of `repaired` and of `plain`, the run in float32, disagree; "" if they agree.
 
     They disagree if they differ by more than rounding explains. The more steps `repaired` skips while the loss scale
     comes down, the more its last losses may differ. They also disagree if there are no losses, if a loss is inf or NaN,

@@ -255,7 +255,7 @@ class OpErrorRecord:
         module, op, site: the innermost module that ran, the name of the function, and the line of the script.
         error: the largest relative error (L2) of a result, or of the gradients of the inputs; inf for an overflow. It
             is 0 in the recording of a run in 16 bits, where the record only says that the op had a 16-bit result.
-        is_backward: whether `error` is that of the gradients.
+        is_backward: whether `error` is the error of the gradients, and not of the result.
         is_random: whether the op draws other random numbers in 16 bits than in float32.
     """
 

@@ -229,7 +229,7 @@ def _find_role(file: str) -> str | None:
 
 
 def _find_own_role(parts: tuple[str, ...]) -> str:
-    """Return the role of a module of amp_patch: its own, else that of the innermost package with a role, else "amp"."""
+    """Return the role of a module of amp_patch, or else of the innermost package that has one, or else "amp"."""
     for length in range(len(parts), 0, -1):
         module = sys.modules.get(".".join((_PACKAGE, *parts[:length])))
         role = vars(module).get("__role__") if module is not None else None  # a module may have its own __getattr__

@@ -281,7 +281,7 @@ class Session:
         self.bindings.masters.sync()
 
     def stats(self, *, wait: bool = True) -> Stats:
-        """Return the result of `amp.stats()`. Without `wait`, it is made from what has reached the host so far."""
+        """Return the result of `amp.stats()`. Without `wait`, use the last numbers that the host knows."""
         low = float32 = steps = skipped = 0
         seen: set[int] = set()
         for model in self.models():

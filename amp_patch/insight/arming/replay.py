@@ -241,7 +241,7 @@ class Replay:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def _compare(self, call: Call, results: Sequence[Tensor]) -> None:
-        """Compare the results of a call with those of the first time, as far as these are alive and unchanged. Note the
+        """Compare the results of a repeated call with its first results that are still alive and unchanged. Note the
         first difference.
         """
         for (reference, version), result in zip(call.made, results, strict=False):

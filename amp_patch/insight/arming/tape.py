@@ -49,8 +49,7 @@ class Call:
         changes_first: whether the call changes its first argument in place.
         is_kept: whether the call must be repeated even if none of its results is alive: a loss, or a backward pass.
         sources: the calls on the tape that made the arguments.
-        graph_sources: those of `sources` through which a backward pass from the result goes: their results have a
-            graph.
+        graph_sources: the items of `sources` whose results have a graph, so that a backward pass goes through them.
         is_cut: whether the graph of the result has a part that was made by code whose calls are not on the tape.
         made: for each tensor among the results, a weak reference to the tensor, and the version of the tensor.
         loss: for a loss, its tensor.

@@ -79,8 +79,8 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Subtract the storages that were freed since the last call, and add those of plain CPU tensors that were not
-        counted before.
+        """Subtract the storages that were freed since the last call. Add the storages of plain CPU tensors that are not
+        counted yet.
         """
         while self._freed:
             key, size = self._sizes.pop(self._freed.pop())

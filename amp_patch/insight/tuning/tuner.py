@@ -201,8 +201,8 @@ class Tuner:
     def _try_lower_scales(self, candidate: Sequence[ListEntry], verdict: Verdict) -> Verdict:
         """Repeat the run of the first candidate, which skipped a step, at lower loss scales. Return the last verdict.
 
-        If the candidate passes at none of these scales, the search goes on with the largest of them: at lower scales,
-        more gradients become zero.
+        If the candidate passes at none of these scales, the search goes on at `Ranking.find_scale_of_loss`, or if that
+        is None, at the scale of the first run: at lower scales, more gradients become zero.
         """
         fallback = self._ranking.find_scale_of_loss(self._loss_scale) or self._loss_scale
         for lower_scale in self._ranking.find_lower_scales(self._loss_scale):
